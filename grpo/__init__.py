@@ -57,7 +57,8 @@ checkpoint is written, and the best policy), training/sharding.py (several devic
 A new advantage, surrogate or correction is one function, whose parameter names choose its inputs (objectives/arguments.py), and a
 YAML file in conf/algo/.
 
-`tasks/` holds one file for each task, `conf/` every choice, `train.py` and `eval.py` put the objects together.
+`tasks/` holds one file for each task (libraries/: those of other packages), `conf/` every choice, `train.py` and `eval.py` put
+the objects together.
 """
 
 import logging

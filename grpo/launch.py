@@ -1,6 +1,7 @@
-"""Starts a run on many machines: one Slurm job, lines for torchrun, or services of docker compose. See docs/hardware.md.
+"""Starts a run elsewhere: one Slurm job, lines for torchrun, services of docker compose, or a machine that SkyPilot rents. See
+docs/hardware.md.
 
-python -m grpo.launch [--dry-run] [--to=slurm|torchrun|compose] OVERRIDES...
+python -m grpo.launch [--dry-run] [--to=slurm|torchrun|compose|skypilot] OVERRIDES...
 
 OVERRIDES are those of train.py; the group `deployment` says where the trainer and its vLLM servers run.
 """
@@ -11,14 +12,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.apps.cli import one_line_errors
+from grpo.apps.skypilot import skypilot_values
 from grpo.config.composing import composed
 from grpo.config.validation import check_values
 from grpo.system.errors import UserError
@@ -26,7 +29,7 @@ from grpo.system.secrets import learn, masked_argument
 
 TEMPLATES = Path(__file__).parent / "apps"
 ROOT = TEMPLATES.parents[1]
-KINDS = ("slurm", "torchrun", "compose")
+KINDS = ("slurm", "torchrun", "compose", "skypilot")
 FOLDER = "hydra.run.dir="
 SERVER = "vllm.entrypoints.openai.api_server"
 LOADING = 900  # seconds that the trainer waits for servers, which load the model meanwhile
@@ -67,7 +70,8 @@ def shared_folder(overrides: Sequence[str]) -> Path:
 
 
 def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
-    """Return the text of a launch file: an sbatch file, lines for torchrun or a docker-compose.yaml. Raises UserError."""
+    """Return the text of a launch file: an sbatch file, lines for torchrun, a docker-compose.yaml or a SkyPilot task. Raises
+    UserError."""
     learn([])
     for word in overrides:
         if masked_argument(plain := re.sub(r"\$\{oc\.env:\w+\}", "", word)) != plain:
@@ -78,6 +82,9 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     check_deployment(config, kind)
     deployment, trainer = OmegaConf.to_container(config.deployment), config.trainer
     words = [word for word in overrides if not word.startswith((FOLDER, "resume=", "engine.urls="))]
+    if kind == "skypilot":
+        rented = skypilot_values(config, words, folder, ROOT)
+        return filled(kind, OmegaConf.to_container(config.deployment) | {"folder": str(folder)} | rented)
     words += ["resume=auto", f"{FOLDER}{folder}"]
     environment, flags = server_command(config) if config.deployment.server_nodes else ({}, [])
     if flags and not any(word.startswith("engine.wait=") for word in overrides):
@@ -87,6 +94,11 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     values = deployment | {"trainer_nodes": trainer.num_nodes, "devices": trainer.devices, "folder": str(folder)}
     values |= {"gpus": trainer.accelerator != "cpu", "root": shlex.quote(str(ROOT)), "trainer": [*start, *words]}
     values |= {"environment": environment, "server": [python, "-m", SERVER, *flags], "python": python}
+    return filled(kind, values)
+
+
+def filled(kind: str, values: Mapping[str, Any]) -> str:
+    """Return the template of a kind with these values."""
     templates = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
     templates.filters["shell"] = shlex.join
     return templates.get_template(f"launch.{kind}.jinja").render(values)

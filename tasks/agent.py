@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
+from grpo.env.programs import program_variables
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.rewards.combined import Weights
@@ -37,12 +37,15 @@ ENDED = "this session has ended"
 
 
 class AgentEnv:
-    """One run of a program. `ask` and `post` are called by threads of the server, the others as those of every environment."""
+    """One run of a program. `ask` and `post` are called by threads of the server, the others as those of every environment.
+
+    task: has the `server` of the sessions and the `words` of the program. solved: the reward from which a posted one is right.
+    """
 
     own_prompts = True
 
-    def __init__(self, task: "Agent", example: Example, seed: int) -> None:
-        self.task, self.example, self.seed, self.solved = task, example, seed, task.rewards.solved
+    def __init__(self, task: Any, example: Example, seed: int, solved: float) -> None:
+        self.task, self.example, self.seed, self.solved = task, example, seed, solved
         self.name, self.folder, self.program = "", "", None
         self.calls: list[tuple[CompletionRequest, Future]] = []  # that wait for the policy, the oldest first
         self.reward: Reward | None = None
@@ -51,21 +54,25 @@ class AgentEnv:
     async def start(self) -> State:
         self.loop, self.came = asyncio.get_running_loop(), asyncio.Queue()
         self.name, addresses = self.task.server.opened(self)
+        self.begin(addresses)
+        if (state := await self.next()) is None:
+            raise RuntimeError("the program ended and never called the model; its address is in OPENAI_BASE_URL")
+        return state
+
+    def begin(self, addresses: dict[str, str]) -> None:
+        """Start the program, or let one from outside begin."""
         if self.task.words:
             self.run(addresses)
         else:
             invitation = {**addresses, "example": self.example, "seed": self.seed}
             self.task.server.waiting.put((self.name, invitation))
-        if (state := await self.next()) is None:
-            raise RuntimeError("the program ended and never called the model; its address is in OPENAI_BASE_URL")
-        return state
 
     def run(self, addresses: dict[str, str]) -> None:
         """Start the program in a new folder."""
         self.folder = tempfile.mkdtemp(prefix="grpo-agent-")
         example = Path(self.folder, "example.json")
         example.write_text(strict_json(self.example, ensure_ascii=False, default=str), encoding="utf-8")
-        variables = {**environment(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
+        variables = {**program_variables(), **addresses, "GRPO_EXAMPLE": str(example), "GRPO_SEED": str(self.seed)}
         words = ["sh", "-c", f'ulimit -f {FILE_BLOCKS}; exec "$@"', "sh", *self.task.words]
         with Path(self.folder, "stderr").open("wb") as errors:
             output = {"stdout": subprocess.DEVNULL, "stderr": errors}
@@ -128,14 +135,6 @@ class AgentEnv:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def environment() -> dict[str, str]:
-    """Return the variables of programs: ours, with this Python, and with the modules of this folder."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    direct = dict.fromkeys(["NO_PROXY", "no_proxy"], ",".join(["127.0.0.1", os.environ.get("no_proxy", "")]))
-    return {**os.environ, "PATH": path, "PYTHONPATH": modules, **direct}
-
-
 class Agent(RowTask):
     """command: the program that plays an episode; None: programs from outside, which ask for episodes at `port`, with the key in
     $GRPO_AGENT_KEY. prompt: the column that tells rows apart. gold: the column with the right answer, if the rows have one.
@@ -161,7 +160,7 @@ class Agent(RowTask):
         words = shlex.split(command or "")
         # files by their full paths, because the program runs in another folder
         self.words = [os.path.abspath(word) if Path(word).is_file() else word for word in words]
-        if self.words and not shutil.which(self.words[0], path=environment()["PATH"]):
+        if self.words and not shutil.which(self.words[0], path=program_variables()["PATH"]):
             raise UserError(f"task.command={command}: there is no such program; give one, as 'python my_agent.py'")
         key = "" if self.words else os.environ.get("GRPO_AGENT_KEY", "")
         if not self.words and not (key and port):
@@ -177,7 +176,7 @@ class Agent(RowTask):
         self.rewards.check({*row, "gold"}, where)  # None in a row without an answer, which `correct` does not grade
 
     def build(self, example: Example, seed: int = 0) -> AgentEnv:
-        return AgentEnv(self, example, seed)
+        return AgentEnv(self, example, seed, self.rewards.solved)
 
     def score_group(
         self, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Env] = ()

@@ -1,22 +1,25 @@
 """Write a Python program that passes tests: rows in the form of HumanEval (arXiv 2107.03374) or MBPP (arXiv 2108.07732), or with
 cases, as those of APPS (arXiv 2105.09938), TACO (arXiv 2312.14852) and LiveCodeBench (arXiv 2403.07974)."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
-from grpo.rewards.code import sandbox
 from grpo.rewards.code.cases import Case, cases_of
+from grpo.rewards.code.elsewhere import run_in
 from grpo.rewards.code.programs import code_verdict
+from grpo.rewards.code.sandbox import ProgramLimits, run_program
 from grpo.rewards.combined import Weights, text_of
-from grpo.rewards.resolve import Functions
+from grpo.rewards.resolve import Functions, imported
 from grpo.rewards.row_task import RowTask, chosen, with_answer
 from grpo.system.errors import UserError
 from grpo.system.ranges import Range, Seconds, as_yaml
 
 FENCE = "```python\n"
+FUNCTION = re.compile(r"\S+\.py:\w+")
 
 
 def passes(
@@ -25,19 +28,24 @@ def passes(
     seconds: Seconds = 10.0,
     memory_mb: Annotated[int, Range(64)] = 512,
     unconfined: bool = False,
+    sandbox: str | None = None,
     **columns: Any,
 ) -> list[Reward]:
     """1 for a program that passes all tests of its row within the limits, NaN if the tests cannot run; see `code_verdict`.
 
     Parts: program_timeout, and tricks, 1 for a program with the marks of a trick, which changes no reward.
-    unconfined: run it even if the machine can only limit time and memory.
+    unconfined: run it even if the machine can only limit time and memory. sandbox: where programs run, a command that starts
+    grpo.rewards.code.elsewhere there, or FILE.py:NAME of a function in place of `run_program`; None: on this machine.
     """
-    limits = sandbox.ProgramLimits(seconds=seconds, memory_mb=memory_mb)
+    limits = ProgramLimits(seconds=seconds, memory_mb=memory_mb)
+    run = run_program
+    if sandbox:
+        run = imported(sandbox, "sandbox") if FUNCTION.fullmatch(sandbox) else run_in(sandbox)
     rewards = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items() if isinstance(values, list)}
         continues = bool(continuation and continuation[i])
-        verdict = code_verdict(text_of(completion), row, limits, continues, unconfined)
+        verdict = code_verdict(text_of(completion), row, limits, continues, unconfined, run)
         right = verdict.outcome == "right"
         value = float("nan") if verdict.outcome in ("timeout", "error") else float(right)
         ending = verdict.result.ending if verdict.result else None

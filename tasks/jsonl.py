@@ -1,7 +1,7 @@
 """Any file or dataset with a column of prompts, and any reward: a task that needs no code."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import getmembers, isawaitable, isfunction
 from typing import Any, Literal
@@ -47,12 +47,22 @@ def conversation(prompt: Any) -> tuple[Message, ...]:
         raise UserError(f"{reason}, in {shown(prompt)}") from error
 
 
+def tools_of(name: str) -> Sequence[Callable]:
+    """Return the tools of a server (mcp:COMMAND), or the function with this name. Raises UserError if it is not there."""
+    if name.startswith("mcp:"):
+        from grpo.env.mcp import mcp_tools
+
+        return mcp_tools(name.removeprefix("mcp:"))
+    return [imported(name, "task.tools")]
+
+
 class Jsonl(RowTask):
     """prompt: the column with the prompt, a text or a list of messages (see `conversation`). gold: the column with the right
     answer, for rewards that need `gold`. Both may be dotted names of fields in a column.
     last_answer: whether the policy continues an assistant's message at the end of a prompt, or that is left out. template: the
-    text around a prompt that is a text, with {prompt} where the prompt goes. system: the message before the prompt. environment:
-    see `FactoryEnv`. rows: further arguments of `Dataset`.
+    text around a prompt that is a text, with {prompt} where the prompt goes. system: the message before the prompt. tools: what
+    the policy may call, FILE.py:NAME or a dotted path of a function, or mcp:COMMAND. environment: see `FactoryEnv`. rows: further
+    arguments of `Dataset`.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class Jsonl(RowTask):
         gold: str | None = None,
         template: str = "{prompt}",
         system: str | None = None,
+        tools: str | Sequence[str] = (),
         environment: FunctionName | None = None,
         last_answer: Literal["continue", "drop"] = "continue",
         **rows: Any,
@@ -73,7 +84,10 @@ class Jsonl(RowTask):
             raise UserError(f"task.template={template!r} must say {{prompt}} where the prompt goes")
         if isinstance(environment, str):
             environment = imported(environment, "task.environment")
+        if tools and environment:
+            raise UserError("task.tools and task.environment, whose methods are tools, exclude each other: set one")
         self.environment = environment
+        self.tools = [tool for name in ([tools] if isinstance(tools, str) else tools) for tool in tools_of(name)]
         self.prompt, self.gold_column, self.template, self.system = prompt, gold, template, system
         self.last_answer = last_answer
         self.logged = False  # whether the log has a line about prompts that are texts
@@ -98,9 +112,11 @@ class Jsonl(RowTask):
 
     @property
     def several_turns(self) -> bool:
-        return self.environment is not None
+        return bool(self.environment or self.tools)
 
     def build(self, example: Example) -> Env:
+        if self.tools:
+            return ToolEnv(self.messages(example), self.tools)
         if self.environment is None:
             return super().build(example)
         return FactoryEnv(self.messages(example), self.environment(), example, self.rewards.solved)

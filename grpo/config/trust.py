@@ -11,7 +11,7 @@ from grpo.config.composing import CONF
 from grpo.system.errors import UserError
 
 # keys whose value is run as a command, or lets foreign code run
-RUNS = ("command", "trust_remote_code", "unconfined")
+RUNS = ("command", "trust_remote_code", "unconfined", "sandbox")
 HARMLESS = (
     "grpo.objectives.",
     "grpo.rewards.functions.",
@@ -67,8 +67,8 @@ def is_code(key: str, value: Any, folder: Path) -> bool:
         return bool(value)
     if not isinstance(value, str) or value == "???" or value in shipped() or value.startswith(HARMLESS):
         return False
-    if last == "_target_" and value.startswith("grpo."):
-        return True  # any function of ours, with any arguments
+    if value.startswith("mcp:") or (last == "_target_" and value.startswith("grpo.")):
+        return True  # a command; any function of ours, with any arguments
     if file := FILE.fullmatch(value):
         return not holds(Path(file[1]).expanduser(), folder)
     if DOTTED.fullmatch(value) and not Path(value).exists():

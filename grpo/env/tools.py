@@ -31,8 +31,10 @@ class ToolError(Exception):
 
 
 def spec_of(function: Callable) -> ToolSpec:
-    """Describes a tool to the policy, from the types of its signature and its docstring (Google's style, with Args). Raises
-    UserError where one of them is missing."""
+    """Describes a tool to the policy, by its `spec` if it has one, else from the types of its signature and its docstring
+    (Google's style, with Args). Raises UserError where one of them is missing."""
+    if isinstance(spec := getattr(function, "spec", None), ToolSpec):
+        return spec
     try:
         described = get_json_schema(function)["function"]
     except Exception as error:  # transformers has a type of its own for each thing that can be missing

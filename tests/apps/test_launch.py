@@ -93,6 +93,76 @@ def test_services_of_compose_have_devices_of_their_own():
     assert all(one["volumes"] == ["/shared/run:/shared/run"] for one in services.values())
 
 
+def rented(*overrides: str, folder: Path = FOLDER) -> dict:
+    """Return SkyPilot's task of these overrides."""
+    return yaml.safe_load(launch_file("skypilot", list(overrides), folder))
+
+
+def test_a_rented_machine_gets_the_project_and_the_files_that_an_override_names(tmp_path, monkeypatch):
+    """Also a text of two lines, which must not end the script."""
+    monkeypatch.setenv("WANDB_TEAM", "me")
+    monkeypatch.chdir(ROOT)
+    (rows_file := tmp_path / "rows.jsonl").write_text("{}")
+    words = [
+        f"task.path={rows_file}",
+        "task.rewards=[tests/helpers/slots.py:one,format]",
+        "task.template='a\nb {prompt}'",
+    ]
+    more = ["logger=wandb", "logger.wandb.project=${oc.env:WANDB_TEAM}", "deployment.setup=[uv pip install pint]"]
+    task = rented(
+        "task=jsonl", *words, *more, "deployment.gpu=A100", "trainer.devices=2", folder=Path("/home/me/My_run")
+    )
+    assert task["name"] == "grpo-my-run" and task["workdir"] == str(ROOT) and task["secrets"] == {"WANDB_TEAM": None}
+    assert task["resources"] == {"accelerators": "A100:2"}
+    assert task["file_mounts"] == {"/tmp/grpo-files/0/rows.jsonl": str(rows_file)}
+    assert task["setup"].endswith("uv pip install -e '.[vllm,wandb]'\nuv pip install pint\n")
+    script = checked(task["run"], tmp_path, "error")
+    assert "task.path=/tmp/grpo-files/0/rows.jsonl" in script and "[tests/helpers/slots.py:one,format]" in script
+    assert "a\nb {prompt}" in script and "resume=auto hydra.run.dir=outputs/launched/My_run" in script
+    assert script.endswith(
+        "eval.py run=outputs/launched/My_run trust=true trainer.devices=2 hydra.run.dir=outputs/launched/My_run/evaluation\n"
+    )
+
+
+def test_a_bucket_has_the_run_and_servers_have_gpus_of_their_own():
+    servers = [
+        "engine=vllm_server",
+        "engine.launch=true",
+        "engine.count=2",
+        "engine.devices=[1,'2,3']",
+        "model=qwen05b",
+    ]
+    task = rented(*servers, "deployment.gpu=H100", "deployment.bucket=s3://mine", "deployment.extras=[]")
+    assert task["resources"] == {"accelerators": "H100:4"} and "uv pip install -e .\n" in task["setup"]
+    assert task["file_mounts"] == {"/grpo-runs": {"source": "s3://mine", "mode": "MOUNT_CACHED"}}
+    assert "hydra.run.dir=/grpo-runs/run\n" in task["run"]
+    assert "resources" not in rented("trainer=cpu")
+
+
+def test_skypilot_reads_its_task(tmp_path, monkeypatch):
+    sky = pytest.importorskip("sky")
+    (file := tmp_path / "task.yaml").write_text(launch_file("skypilot", ["deployment.gpu=T4"], FOLDER))
+    task = sky.Task.from_yaml(str(file))
+    assert task.name == "grpo-run" and next(iter(task.resources)).accelerators == {"T4": 1}
+
+
+@pytest.mark.slow
+def test_a_rented_machine_trains_and_evaluates(smoke, tmp_path):
+    """Its script runs here, with this Python and another folder for the run."""
+    words = [*tiny(smoke, tmp_path), "rollout.num_rollouts=1"]
+    task = rented(*words, folder=tmp_path)
+    text = task["run"].replace("outputs/launched", str(tmp_path))
+    for there, here in task["file_mounts"].items():
+        text = text.replace(there, here)
+    (tmp_path / "grpo-env" / "bin").mkdir(parents=True)
+    (tmp_path / "grpo-env" / "bin" / "activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    assert not done.returncode, done.stdout + done.stderr
+    run = tmp_path / tmp_path.name
+    assert [row["step"] for row in rows(run)] == [0, 1] and (run / "evaluation" / "metrics.json").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "line"),
     [
@@ -103,6 +173,9 @@ def test_services_of_compose_have_devices_of_their_own():
         ("compose", ["experiment=qwen32b_split"], "is for one machine"),
         ("compose", ["experiment=qwen32b_split", *ONE_MACHINE, "engine.sync=nccl"], "set engine.sync=disk"),
         ("compose", [], "needs deployment.image=IMAGE"),
+        ("skypilot", ["trainer=cpu", "trainer.num_nodes=2"], "rents one machine: set trainer.num_nodes=1"),
+        ("skypilot", [], "needs deployment.gpu=NAME"),
+        ("skypilot", ["logger=wandb", "+logger.wandb.api_key=abcdefgh1234"], "logger.wandb.api_key holds a secret"),
         ("slurm", ["deployment.server_nodes=-1"], "deployment.server_nodes=-1 must be"),
         ("slurm", ["deployment.port=0"], "deployment.port=0 must be"),
     ],
@@ -117,7 +190,7 @@ def test_wrong_flags_and_a_missing_sbatch_are_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for arguments, line in (
         (["--dry"], "--dry is no flag"),
-        (["--to=ray"], "must be one of slurm, torchrun, compose"),
+        (["--to=ray"], "must be one of slurm, torchrun, compose, skypilot"),
         ([f"hydra.run.dir={tmp_path}"], "there is no sbatch here"),
         (["hydra.run.dir=${now:%H}"], "take a path of letters"),
     ):

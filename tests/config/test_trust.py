@@ -69,6 +69,8 @@ def test_code_of_a_folder_is_asked_for(project):
         {"task": {"rewards": "os.system"}},
         {"task": {"rewards": "sys.exit"}},
         {"task": {"command": "python agent.py"}},
+        {"task": {"tools": ["mcp:python server.py"]}},
+        {"task": {"rewards": [{"_target_": "tasks.code.passes", "sandbox": "ssh host python"}]}},
         {"task": {"taskset": "{elsewhere}/code.py:Tasks"}},
         {"task": {"rewards": [{"_target_": "tasks.code.passes", "unconfined": True}]}},
         {"algo": {"level": "{elsewhere}/code.py:reward"}},

@@ -1,19 +1,28 @@
 """Tasks made of other libraries, each where it is installed; nothing is downloaded."""
 
 import json
+import os
 import random
+import shutil
 
 import pytest
-from conftest import compose_config
+from conftest import ROOT, compose_config, seed
 from hydra.utils import instantiate
 
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Sampling
 from grpo.env.intake import close_env
 from grpo.env.messages import Message, ToolCall
+from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
+from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.models.pretrained import Pretrained
+from grpo.rollout.episodes import play
+from grpo.rollout.types import Limits
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
-from tasks.gym import Gym
+from tasks.libraries.gym import Gym
 
 
 def task_of(*overrides: str):
@@ -169,6 +178,43 @@ def test_a_taskset_of_verifiers(tmp_path):
 
     assert reward("3") == Reward(1.5, True, {"right": 1.0, "short": 1.0})
     assert reward("it is 4") == Reward(0.0, False, {"right": 0.0, "short": 0.0})
+
+
+@pytest.mark.slow
+def test_an_agent_of_verifiers_plays_several_turns(tmp_path, monkeypatch):
+    """The demo's model calls the calculator of a taskset; the library runs the loop, the tool and the reward."""
+    pytest.importorskip("verifiers")
+    if not shutil.which("uv"):
+        pytest.skip("uv, which starts the harness, is not installed")
+    text = (ROOT / "examples/agents/verifiers_calculator.py").read_text()
+    question = "Sam has 214 coins. Sam buys 13 bags of 42 coins. How many coins does Sam have?"
+    tasks = f'[Question(Data(prompt="{question}", answer="760"))]'
+    (tmp_path / "questions.py").write_text(text.replace("return []  # the rows come from the run", f"return {tasks}"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}/examples/agents", prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(ROOT / "examples/agents"))
+    trained = Pretrained(str(ROOT / "grpo/apps/demo_models/calculator"))
+    engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
+    engine.load_weights(trained.model(), 0)
+    task = task_of("task=verifiers", f"task.taskset={tmp_path}/questions.py:Questions", "task.agent={max_turns: 6}")
+    limits = Limits(max_turns=6, step_timeout=120)
+    (group,) = play(task, task.examples("test"), 4, engine, renderer, Sampling(40), seed, limits)
+    assert not any(sample.trajectory.failed for sample in group), group[0].trajectory.error
+    for sample in group:
+        right = "\\boxed{760}" in sample.trajectory.answer
+        assert (sample.reward.value, sample.reward.correct) == (right, right) and sample.reward.parts["right"] == right
+        assert len(rows_of_turns(sample.turns)) == 1
+    assert max(len(sample.turns) for sample in group) > 1
+    called = [m for sample in group for m in sample.trajectory.messages if m.role == "tool"]
+    assert called and all(m.name == "calculator" for m in called)
+
+
+def test_what_verifiers_refuses_is_one_line(tmp_path):
+    pytest.importorskip("verifiers")
+    (tmp_path / "unnamed.py").write_text(TASKSET)
+    (tmp_path / "named.py").write_text(f"{TASKSET}\n__all__ = ['Sums']\n")
+    for file, agent, line in (("unnamed", "{}", "defines no `__all__`"), ("named", "{max_turn: 6}", "max_turn")):
+        with pytest.raises(Exception, match=f"verifiers refuses .*{line}"):
+            task_of("task=verifiers", f"task.taskset={tmp_path}/{file}.py:Sums", f"task.agent={agent}")
 
 
 FACTORY = """

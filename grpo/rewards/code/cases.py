@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -134,13 +134,16 @@ def _call(program: str, case: Case) -> tuple[str, UnitTests]:
     return before + program, UnitTests(test, (name,))
 
 
-def run_case(program: str, case: Case, limits: ProgramLimits, unconfined: bool = False) -> Result:
-    """Run a program on one case, with the limits for itself. Its ending is "passed" if it is right, else the reason."""
+def run_case(
+    program: str, case: Case, limits: ProgramLimits, unconfined: bool = False, run: Callable[..., Result] = run_program
+) -> Result:
+    """Run a program on one case, with the limits for itself. Its ending is "passed" if it is right, else the reason. run: see
+    `code_verdict`."""
     if case.function:
         program, tests = _call(program, case)
-        return run_program(program, limits, unconfined, tests)
+        return run(program, limits, unconfined, tests)
     whole = replace(limits, output=limits.disk_mb << 20)  # all that it prints is compared
-    result = run_program(program, whole, unconfined, stdin=case.input)
+    result = run(program, whole, unconfined, stdin=case.input)
     wrong = result.passed and not same_output(result.stdout, case.expected)
     end = result.stdout[-limits.output :]
     return replace(result, ending="failed" if wrong else result.ending, stdout=end)

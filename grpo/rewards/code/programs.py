@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo.env.types import Example, Outcome
@@ -108,10 +109,16 @@ class Verdict:
 
 
 def code_verdict(
-    text: str, row: Example, limits: ProgramLimits | None = None, continuation: bool = False, unconfined: bool = False
+    text: str,
+    row: Example,
+    limits: ProgramLimits | None = None,
+    continuation: bool = False,
+    unconfined: bool = False,
+    run: Callable[..., Result] = run_program,
 ) -> Verdict:
     """Run a completion's program with its row's tests, which run in another process, or on its cases, each in a process of its
-    own with the whole limits, up to the first that it fails. continuation: the text continues a HumanEval prompt.
+    own with the whole limits, up to the first that it fails. continuation: the text continues a HumanEval prompt. run: runs a
+    program in place of `run_program`, with the same parameters.
 
     A program that exceeds its time, memory or disk is wrong, because the policy wrote it: if such samples were masked, an
     endless loop on a hard problem would cost nothing, and be worth more than an honest failure. No program can cause the
@@ -124,7 +131,7 @@ def code_verdict(
     limits, names, result = limits or ProgramLimits(), (), None
     if "cases" in row:
         for case in row["cases"]:
-            result = run_case(code, case, limits, unconfined)
+            result = run_case(code, case, limits, unconfined, run)
             if not result.passed:
                 break
     else:
@@ -132,7 +139,7 @@ def code_verdict(
             code, tests = assemble(row, code)
         except SyntaxError:
             return Verdict("error")
-        names, result = tests.names, run_program(code, limits, unconfined, tests)
+        names, result = tests.names, run(code, limits, unconfined, tests)
     ending = result.ending if result else None
     outcomes = {"passed": "right", "unstarted": "timeout", "untestable": "error", None: "error"}
     outcome = outcomes.get(ending, "wrong")

@@ -1,0 +1,1 @@
+"""Tasks made of other libraries."""

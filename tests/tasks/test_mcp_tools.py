@@ -1,0 +1,108 @@
+"""Tools of a server of the Model Context Protocol, which its own SDK runs here."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, compose_config
+from hydra.utils import instantiate
+
+from grpo.env import mcp
+from grpo.env.messages import Message, ToolCall
+from grpo.env.tools import ToolEnv
+from grpo.env.types import Action
+from grpo.system.errors import UserError
+
+SERVER = f"{sys.executable} {ROOT}/tests/helpers/mcp_server.py"
+OWN = '''
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: what to double
+    """
+    return 2 * number
+'''
+
+
+@pytest.fixture(scope="module")
+def tools():
+    pytest.importorskip("mcp")
+    return mcp.mcp_tools(SERVER)
+
+
+def env_of(tools) -> ToolEnv:
+    return ToolEnv([Message("user", "What is an otter?")], tools)
+
+
+def said(tools, name: str, **arguments) -> str:
+    return env_of(tools).answer(ToolCall(name, arguments)).content
+
+
+def test_a_server_describes_its_tools_and_answers_calls(tools):
+    env = env_of(tools)
+    lookup, *_ = env.start().tools
+    assert (lookup.name, lookup.description) == ("lookup", "Look a word up in the dictionary.")
+    assert lookup.parameters["required"] == ["word"]
+    assert lookup.parameters["properties"]["language"] == {"default": "en", "title": "Language", "type": "string"}
+    calls = (ToolCall("lookup", {"word": "otter"}), ToolCall("lookup", {"word": "Otter", "language": "de"}))
+    state = env.step(Action(Message("assistant", "", calls)))
+    assert [message.content for message in state.messages[2:]] == ["a river mammal", "ein Marder"]
+    assert json.loads(said(tools, "sums", numbers=[2, 3]))["sum"] == 5
+    assert env.step(Action(Message("assistant", "a mammal"))) is None
+
+
+def test_a_call_that_the_server_refuses_is_an_answer_to_the_policy(tools):
+    assert said(tools, "lookup", word="bat") == "Error: Error executing tool lookup: bat is in no dictionary"
+    assert said(tools, "lookup", word=3) == "Error: word must be of type string, not 3"  # without a call
+    assert said(tools, "sums", numbers=["a"]).startswith("Error: Error executing tool sums: 1 validation error")
+
+
+def test_all_samples_share_one_server_and_one_that_ends_is_started_again(tools, caplog):
+    first = json.loads(said(tools, "sums", numbers=[]))["process"]
+    again = mcp.mcp_tools(SERVER)
+    assert json.loads(said(again, "sums", numbers=[]))["process"] == first
+    with pytest.raises(ConnectionError, match=r"mcp_server.py' has ended: out of memory$"):
+        said(tools, "leave", reason="so\nout of memory")  # an OSError: the sample has no reward
+    assert [record.message[-30:] for record in caplog.records] == ["; the next call starts it again"[-30:]]
+    second = json.loads(said(again, "sums", numbers=[]))["process"]
+    os.kill(second, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(second)] if psutil.pid_exists(second) else [], timeout=20)
+    with pytest.raises(ConnectionError, match="has ended"):
+        said(tools, "lookup", word="otter")
+    assert said(tools, "lookup", word="otter") == "a river mammal"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("nowhere --fast", "there is no such program; give one, as 'mcp:python my_server.py'"),
+        (f"{sys.executable} nowhere.py", "did not start: .*can't open file .*nowhere.py"),
+        ("sleep 60", "'sleep 60' did not start in 0.2 s"),
+    ],
+)
+def test_a_server_that_does_not_start_is_named(command, line, monkeypatch):
+    pytest.importorskip("mcp")
+    monkeypatch.setattr(mcp, "SECONDS", 0.2 if "sleep" in command else mcp.SECONDS)
+    with pytest.raises(UserError, match=line) as error:
+        mcp.mcp_tools(command)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_get_tools_by_configuration(tools, tmp_path):
+    Path(tmp_path / "own.py").write_text(OWN)
+    Path(tmp_path / "rows.jsonl").write_text('{"prompt": "What is an otter?"}\n' * 3)
+    words = [f"task.path={tmp_path}/rows.jsonl", "task.rewards=format", "output_dir=."]
+    named = f"task.tools=['mcp:{SERVER}','{tmp_path}/own.py:double']"
+    task = instantiate(compose_config("task=jsonl", *words, named).task)
+    env = task.build(task.examples("train")[0])
+    assert [tool.name for tool in env.start().tools] == ["lookup", "sums", "leave", "double"] and task.several_turns
+    assert env.answer(ToolCall("double", {"number": 4})).content == "8"
+    one = instantiate(compose_config("task=jsonl", *words, f"task.tools={tmp_path}/own.py:double").task)
+    assert [tool.__name__ for tool in one.tools] == ["double"]
+    with pytest.raises(Exception, match="exclude each other"):
+        instantiate(compose_config("task=jsonl", *words, named, f"task.environment={tmp_path}/own.py:double").task)
