@@ -290,7 +290,7 @@ def test_every_feature_is_shown_in_one_way_and_the_page_counts_them():
         "are refused by design": {*shown[True].split()},
         "need vLLM": {*" ".join(TABLE["vllm"]).split()},
         "need a GPU": {*TABLE["gpu"]},
-        "are open": {*TABLE["open"]},
+        "is open": {*TABLE["open"]},
     }
     ways = Counter(row for rows in kinds.values() for row in rows)
     assert ways == Counter(" ".join(TABLE["features"]).split())

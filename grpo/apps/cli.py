@@ -188,6 +188,9 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
     """Raises UserError if the model cannot take the new adapter, or does not have the ids of stop_ids and of its end tokens."""
     if "adapter" in config:  # of a run that trains
         pretrained.check_takes(config.adapter)
+        if config.trainer.get("precision") == "16-true" and pretrained.dtype != "float16":
+            line = "trainer.precision=16-true computes in float16 parameters, whose float32 masters learn"
+            raise UserError(f"{line}: set model.dtype=float16, or trainer.precision=16-mixed")
         warn_of_bfloat16(str(pretrained.dtype), config.trainer)
     text = pretrained.config().get_text_config()
     last, ends = text.vocab_size - 1, text.eos_token_id
@@ -200,12 +203,20 @@ def check_model(pretrained: "Pretrained", config: DictConfig) -> None:
 
 
 def warn_of_bfloat16(dtype: str, trainer: DictConfig) -> None:
-    """Warn of bfloat16 where it is computed on a CPU without instructions for it."""
+    """Warn of bfloat16 where it is computed on a CPU or a GPU without instructions for it."""
     import torch
+
+    from grpo.training.trainer import BFLOAT16
 
     chosen = "model.dtype=bfloat16" if dtype == "bfloat16" else f"trainer.precision={trainer.get('precision')}"
     on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
-    if not chosen.endswith(("bfloat16", "bf16-mixed")) or not on_cpu:
+    if not chosen.endswith(("bfloat16", "bf16-mixed")):
+        return
+    if not on_cpu:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < BFLOAT16:
+            log.warning(
+                "%s: this GPU has no instructions for it: set model.dtype=float16 trainer.precision=16-mixed", chosen
+            )
         return
     can_tell = torch.backends.mkldnn.is_available()  # whether torch can tell what the CPU has
     if can_tell and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -38,6 +38,7 @@ class Sampling:
     stop_ids: Sequence[Whole] = ()
     guided: Mapping[str, Any] | None = None
     stop: StopTexts | tuple[()] = ()
+    temperatures: Sequence[Positive] = ()  # of the samples of a group in turn, in place of `temperature`
 
     def __post_init__(self) -> None:
         if self.guided is not None and (len(self.guided) != 1 or not self.guided.keys() <= set(GUIDES)):
@@ -55,6 +56,7 @@ class Engine(Protocol):
     unwanted: the server sets it to a set before each call, and adds prompts whose completions nobody needs: they may end early.
     fit(room): called before the first load with what the run leaves of a GPU; the engine chooses how much it takes.
     sleep(): called before an update; frees the memory that it can spare until the next load or sample.
+    sample may take temperatures=, one for each prompt, in place of the sampling's; else prompts of each have a call of their own.
     score(sequences, top): for each token {id: log-probability}, its own and the `top` largest; {} for the first; temperature 1.
     """
 

@@ -22,6 +22,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish: Finish
     versions: tuple[int, ...] | None = None
+    temperature: float | None = None  # at which it was sampled; None: the run's
 
     def __post_init__(self) -> None:
         if self.finish not in get_args(Finish):

@@ -74,6 +74,10 @@ class Evaluator:
             raise UserError(
                 f"eval.samples={self.samples} at temperature 0: all samples are equal, set eval.sampling.temperature=1"
             )
+        if self.sampling.temperatures:
+            raise UserError(
+                "eval.sampling.temperatures: an evaluation has one temperature: set eval.sampling.temperature"
+            )
         for name, settings in (self.sets or {}).items():
             if "task" not in settings or "/" in name or name in get_args(Split):
                 words = "needs a task and a name of its own, without /, as +task@eval.sets.NAME=gsm8k gives it"

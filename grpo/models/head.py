@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_logits
+from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_logits, temperature_at
 
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
@@ -27,9 +27,11 @@ def logits_at_once(device: str) -> int:
 
 
 def token_values(
-    model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of `targets` and the entropies there, [n] each. hidden: [n, hidden]; targets: [n].
+
+    temperature: a number, or one for each target, [n].
 
     A head with an adapter, a cap or 8-bit weights is computed by its own module.
     """
@@ -41,13 +43,13 @@ def token_values(
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
         return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size, dtype)
 
-    def values(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def values(hidden: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden) if factor == 1 else after_the_decoder(model, hidden)
         return of_logits(logits, targets, temperature, entropy_gradient)
 
     if len(targets) <= size:
-        return values(hidden, targets)
-    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+        return values(hidden, targets, temperature)
+    chunks = [(hidden[at], targets[at], temperature_at(temperature, at)) for at in chunks_of(len(targets), size)]
     scores = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.cat(parts) for parts in zip(*scores, strict=True))
 
@@ -125,8 +127,12 @@ def factor_of(model: nn.Module, width: int) -> float | None:
     return factor
 
 
-def of_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets` and the entropies, [...] float32 each. logits: [..., V]; targets: [...]."""
+def of_logits(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of `targets` and the entropies, [...] float32 each. logits: [..., V]; targets: [...];
+    temperature: a number, or [...]."""
+    temperature = temperature.flatten() if isinstance(temperature, Tensor) else temperature
     scores = OfLogits.apply(logits.flatten(0, -2), targets.flatten(), temperature, entropy_gradient)
     return tuple(values.view(targets.shape) for values in scores)
 
@@ -150,7 +156,7 @@ class OfTokens(Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         entropy_gradient: bool,
         size: int,
         dtype: torch.dtype,
@@ -162,7 +168,8 @@ class OfTokens(Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):
                 logits = F.linear(states[at], matrix)
-                for values, of_chunk in zip(saved, scores_of_logits(logits, targets[at], temperature), strict=True):
+                scores = scores_of_logits(logits, targets[at], temperature_at(temperature, at))
+                for values, of_chunk in zip(saved, scores, strict=True):
                     values[at] = of_chunk
                 kept += [logits] * keeps
         logprobs, entropy, log_sums = saved.unbind()
@@ -187,7 +194,8 @@ class OfTokens(Function):
                 logits = kept[0] if kept else F.linear(states[at], matrix)
                 scores = [values[at] for values in saved]
                 gradients = of_logprobs[at], of_entropy[at] if entropy_gradient else None
-                of_chunk = gradient_of_logits(logits, targets[at], temperature, scores, *gradients)  # [chunk, V]
+                here = targets[at], temperature_at(temperature, at)
+                of_chunk = gradient_of_logits(logits, *here, scores, *gradients)  # [chunk, V]
                 if wants_hidden:
                     torch.mm(of_chunk, matrix, out=of_hidden[at])
                 if wants_weight and dtype == weight.dtype:

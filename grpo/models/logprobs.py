@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from grpo.models.head import of_logits, token_values
 from grpo.models.packed_attention import Packed, attending
+from grpo.models.temperature import temperatures
 from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
 
@@ -26,7 +27,7 @@ def completion_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of every completion token, and the entropy there, [B, C] float32 each.
 
-    temperature: the one used for sampling; any other makes every ratio wrong. entropy_gradient: the entropy has a gradient.
+    temperature: of sampling, where the batch has none; any other makes every ratio wrong. entropy_gradient: whether that has one.
     Both are 0 outside `batch.mask`: padding then has ratio 1 and KL 0, and cannot overflow. The softmax is computed in
     float32: in bfloat16 it alone would lose most of the agreement with the engine.
     """
@@ -39,7 +40,7 @@ def completion_logprobs(
     hidden = states.last_hidden_state[0].index_select(0, places)
     host = batch.host or batch
     targets = sent(host.ids[:, batch.prompt_width :][host.mask], batch.ids.device)
-    values = token_values(model, hidden, targets, temperature, entropy_gradient)
+    values = token_values(model, hidden, targets, temperatures(batch, temperature, packed=True), entropy_gradient)
     nothing = torch.zeros_like(batch.rollout_logprobs)
     return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
 
@@ -58,7 +59,7 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
         use_cache=False,
         logits_to_keep=kept,
     ).logits[:, :-1]  # [B, C, V]
-    return of_logits(logits, batch.ids[:, batch.prompt_width :], temperature, entropy_gradient)
+    return of_logits(logits, batch.ids[:, batch.prompt_width :], temperatures(batch, temperature), entropy_gradient)
 
 
 def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:

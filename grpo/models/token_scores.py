@@ -21,11 +21,22 @@ from grpo.models.compiled import Compiled
 CACHED = 1 << 18  # logits that a CPU takes at a time: a megabyte in float32
 
 
-def scores_of_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(targets), the entropies and log sum exp z, [n] float32 each. logits: [n, V]; targets: [n]."""
-    z = logits.float()
-    if temperature != 1:
-        z = z / temperature
+def divided(rows: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return rows / temperature. rows: [n, ...]; temperature: a number, or one for each row, [n]."""
+    if isinstance(temperature, Tensor):
+        return rows / temperature[:, None]
+    return rows if temperature == 1 else rows / temperature
+
+
+def temperature_at(temperature: float | Tensor, at: slice) -> float | Tensor:
+    """Return the temperature of these rows."""
+    return temperature[at] if isinstance(temperature, Tensor) else temperature
+
+
+def scores_of_rows(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log p(targets), the entropies and log sum exp z, [n] float32 each. logits: [n, V]; targets: [n]; temperature: a
+    number, or one for each row, [n]."""
+    z = divided(logits.float(), temperature)
     most = z.amax(dim=-1, keepdim=True)
     z = z - most
     weights = z.exp()
@@ -39,7 +50,7 @@ def gradient_of_rows(
     logits: Tensor,
     log_sums: Tensor,
     of_logprobs: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     entropy: Tensor | None = None,
     of_entropy: Tensor | None = None,
 ) -> Tensor:
@@ -48,16 +59,12 @@ def gradient_of_rows(
     d log p(y) / d z = onehot(y) - p, and d H / d z = -p (log p + H). log_sums, entropy: of `scores_of_rows`, [n].
     of_logprobs, of_entropy: the gradients of the results, [n]. Without the last two the entropy has no gradient.
     """
-    z = logits.float()
-    if temperature != 1:
-        z = z / temperature
+    z = divided(logits.float(), temperature)
     log_p = z - log_sums[:, None]
     factor = of_logprobs[:, None]
     if entropy is not None:
         factor = factor + of_entropy[:, None] * (log_p.clamp(min=-1e4) + entropy[:, None])
-    if temperature != 1:
-        factor = factor / temperature
-    return (log_p.exp() * -factor).to(logits.dtype)
+    return (log_p.exp() * -divided(factor, temperature)).to(logits.dtype)
 
 
 forward, backward = Compiled(scores_of_rows), Compiled(gradient_of_rows)
@@ -70,11 +77,13 @@ def few_rows(logits: Tensor) -> list[slice]:
     return places[:1] if isinstance(logits, FakeTensor) else places  # in a forecast, where each needs the same memory
 
 
-def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `scores_of_rows` does. logits: [n, V], without a gradient."""
     scores = logits.new_empty(3, len(logits), dtype=torch.float32)
     for at in few_rows(logits):
-        for values, of_rows in zip(scores, forward(logits[at], targets[at], temperature), strict=True):
+        for values, of_rows in zip(
+            scores, forward(logits[at], targets[at], temperature_at(temperature, at)), strict=True
+        ):
             values[at] = of_rows
     return tuple(scores)
 
@@ -82,7 +91,7 @@ def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tup
 def gradient_of_logits(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     saved: tuple[Tensor, Tensor, Tensor],
     of_logprobs: Tensor,
     of_entropy: Tensor | None,
@@ -108,7 +117,7 @@ class OfLogits(Function):
     """`scores_of_logits` of logits that autograd has made."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool):
+    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool):
         logits = logits.detach()
         saved = scores_of_logits(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, *saved)

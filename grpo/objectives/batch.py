@@ -63,6 +63,7 @@ class TokenBatch:
     sample: Tensor  # [B] int64, the row's sample, 0 to S - 1
     turn: Tensor | None = None  # [B, C] int64, the turn of its sample that sampled the token; -1 where none did
     given: Tensor | None = None  # [B, C] float32, advantages that came with the samples; NaN where there are none
+    temperature: Tensor | None = None  # [B, C] float32, at which a token was sampled; 0 or None: the run's
     fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask

@@ -34,6 +34,7 @@ from grpo.preflight.imagined import (
 )
 from grpo.rollout.types import Plan
 from grpo.system import memory
+from grpo.training.loss_scale import MIXED
 from grpo.training.optimization import Optimization, learned_by
 from grpo.training.strategy import shards
 
@@ -93,7 +94,7 @@ class Sizes:
     def of_trainer(self, trainer: L.Trainer) -> list[Part] | None:
         """Return the parts of memory that one process of this trainer will hold; None if they are unknown."""
         sharded = shards(trainer)
-        precision = "bf16-mixed" if sharded and trainer.strategy.mixed else trainer.precision
+        precision = trainer.strategy.passes if sharded else trainer.precision
         return self.parts(precision, trainer.world_size, sharded, trainer.strategy.root_device.type)
 
     def fitted(self, optim: Optimization, trainer: L.Trainer) -> tuple[Optimization, list[Part] | None]:
@@ -149,13 +150,13 @@ class Sizes:
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
         held = [*model, *learned, *gradients, *copies]
-        mixed = precision == "bf16-mixed"
+        mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight
         low_shards = sharded and mixed and policy.dtype.itemsize == 4
         # what computes, and the tensors that exist before
         passes, beside = self.in_16_bits() if low_shards else (module, held)
         one_pass = partial(activation_bytes, passes, plan, prompt_tokens, beside)
-        casts = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mixed and not low_shards)
+        casts = partial(torch.autocast, "cpu", MIXED.get(precision), enabled=mixed and not low_shards)
         with casts():
             passing = known(one_pass, optim.layout) or known(one_pass, "padded")
         optimizer_state = known(after_a_step, optimizer)
@@ -184,7 +185,7 @@ class Sizes:
         ]
         if not isinstance(engine, TransformersEngine):
             return [*parts, Part("engine", None, phase="rollout")]
-        dtype = torch.bfloat16 if mixed else policy.dtype
+        dtype = MIXED.get(precision, policy.dtype)
         with casts():
             sampling = known(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside)
         cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)

@@ -12,10 +12,12 @@ from grpo.objectives.batch import TokenBatch
 from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system import distributed
 from grpo.system.loading import not_finite
+from grpo.training.loss_scale import in_float16
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 
 SLICE = 1 << 16
+SCALE = 1024.0  # of a loss in float16: below the run's, so that no gradient of the few rows is infinite
 
 
 def all_weights(probe: Probe) -> Checked:
@@ -148,26 +150,29 @@ def gradient_bound(probe: Probe) -> float:
 
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     """Return the gradient of the loss of these rows as one vector: of each parameter evenly spaced numbers, about SLICE at most.
-    The parameters have no gradient afterwards. pieces: into how many microbatches the rows are cut."""
+    The parameters have no gradient afterwards. pieces: into how many microbatches the rows are cut. In float16 it is scaled
+    by SCALE."""
     [optimizer] = probe.module.trainer.optimizers
+    half = in_float16(probe.module.policy, probe.module.device.type)
     probe.sleep()
     try:
         for rows in torch.arange(len(tokens)).tensor_split(pieces):
-            backward(probe.module, tokens.rows(rows.to(tokens.ids.device)))
+            backward(probe.module, tokens.rows(rows.to(tokens.ids.device)), SCALE if half else 1.0)
         flat = [distributed.full(p.grad.detach()).flatten() for p in learned_by(optimizer) if p.grad is not None]
         return torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     finally:
         optimizer.zero_grad()
 
 
-def backward(module: GRPOModule, microbatch: TokenBatch) -> tuple[float, dict[str, Tensor]]:
-    """Add the gradients of a microbatch's loss, as `GRPOModule.update` does. Returns the loss, and numbers of tokens, [B, C]."""
+def backward(module: GRPOModule, microbatch: TokenBatch, scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
+    """Add the gradients of a microbatch's loss times `scale`, as `GRPOModule.update` does. Returns the loss, and numbers of
+    tokens, [B, C]."""
     with recomputing(module.policy, module.optim.gradient_checkpointing):
         logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
         if microbatch.old_logprobs is None:
             microbatch = replace(microbatch, old_logprobs=logprobs.detach())
         loss, logged = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
-        loss.backward()
+        (loss * scale).backward()
     return float(loss.detach()), {"logprobs": logprobs.detach(), **logged}
 
 

@@ -27,6 +27,7 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
 from grpo.system.distributed import computes_in, one_pass
 from grpo.system.loading import kind_of
+from grpo.training.loss_scale import MIXED
 from grpo.training.module import GRPOModule
 
 PROMPTS = 8  # prompts of the probe, with the run's number of samples each
@@ -226,16 +227,20 @@ class Probe:
     def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None, others: int = 0) -> TokenBatch:
         """Sample a completion for each prompt from the engine, without the run's filters, penalty and guide.
 
-        others: how many have been sampled before, so that these have seeds of their own.
+        If a group has several temperatures, this takes the first. others: how many have been sampled before, so that these have
+        seeds of their own.
         """
         seeds = [1_000_003 * (others + i) + 17 for i in range(len(prompts))]
         engine, settings = self.rollouts.engine, self.rollouts.plan.sampling
-        plain = Sampling(max_tokens or settings.max_tokens, settings.temperature, stop_ids=settings.stop_ids)
+        temperature = [*settings.temperatures, settings.temperature][0]
+        plain = Sampling(max_tokens or settings.max_tokens, temperature, stop_ids=settings.stop_ids)
         self.wake()
         with self.rollouts.while_sampling():
             completions = engine.sample(prompts, plain, seeds)
-        pairs = zip(prompts, completions, strict=True)
-        return self.rows_of([Turn(tuple(prompt), received(engine, completion)) for prompt, completion in pairs])
+        own, turns = temperature if settings.temperatures else None, []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            turns.append(Turn(tuple(prompt), replace(received(engine, completion), temperature=own)))
+        return self.rows_of(turns)
 
     def length_in(self, seconds: float) -> int:
         """Return the tokens of a completion that the engine samples twice in this time, 8 at least, at most those of `few`."""
@@ -267,7 +272,8 @@ class Probe:
         kept = torch.arange(-one.completion_width, 0, device=one.ids.device)
         given = {"input_ids": one.ids, "attention_mask": one.attention_mask, "logits_to_keep": kept}
         logits = self.module.policy(**given, use_cache=False).logits
-        size = logits.abs().amax(-1).float().mean() / self.module.temperature
+        lowest = min([*self.rollouts.plan.sampling.temperatures, self.module.temperature])
+        size = logits.abs().amax(-1).float().mean() / lowest
         vocabulary = self.module.policy.config.get_text_config().vocab_size
         return max(1e-5, 2e-10 * vocabulary, 4 * float(noise), self.eps * float(size) / 4)
 
@@ -279,8 +285,8 @@ class Probe:
         types = [computes_in(self.module.policy)]
         if not same:
             types.append(getattr(engine, "dtype", torch.bfloat16))
-        if self.precision == "bf16-mixed":
-            types.append(torch.bfloat16)
+        if self.precision in MIXED:
+            types.append(MIXED[self.precision])
         return max(torch.finfo(dtype).eps for dtype in types)
 
     @contextmanager

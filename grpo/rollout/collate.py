@@ -28,7 +28,7 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
     attention_mask = torch.zeros_like(ids)
     turn = torch.full((len(owned), width), -1)  # [B, C], as the next two
     advantages = torch.full((len(owned), width), torch.nan)
-    rollout_logprobs = torch.zeros(len(owned), width)  # padding: `mask` keeps it out of every sum
+    rollout_logprobs, own = torch.zeros(2, len(owned), width)  # padding: `mask` keeps it out of every sum
     for i, (_, sample, row) in enumerate(owned):
         start, end = prompt_width - len(row.prompt_ids), prompt_width + len(row.ids)
         ids[i, start:end] = torch.tensor(row.prompt_ids + row.ids)
@@ -36,11 +36,12 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
         turn[i, : len(row.ids)] = torch.tensor(row.turns)
         for k in {*row.turns} - {-1}:
             of_turn = sample.turns[k].advantages
+            own[i, turn[i] == k] = sample.turns[k].completion.temperature or 0.0
             advantages[i, turn[i] == k] = torch.tensor(sample.reward.advantage if of_turn is None else of_turn)
         rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
     fresh = torch.tensor([sample is None or not sample.age for _, sample, _ in owned])
     tensors = (ids, attention_mask, turn >= 0, rollout_logprobs, torch.tensor([s for s, *_ in owned]))
-    return TokenBatch(*tensors, turn=turn, given=advantages, fresh=fresh)
+    return TokenBatch(*tensors, turn=turn, given=advantages, temperature=own if own.any() else None, fresh=fresh)
 
 
 def scores(groups: Sequence[Group]) -> Scores:

@@ -68,25 +68,32 @@ class Draw:
         """Return the shaped rewards of groups."""
         return self.rollouts.algorithm.shaped(scores(groups))
 
-    def more(self, count: int, size: int | None = None) -> list[Group]:
-        """Play `count` new prompts, or all that are left, with `size` samples each (None: the run's number)."""
+    def more(self, count: int, size: int | None = None, temperatures: Sequence[float] = ()) -> list[Group]:
+        """Play `count` new prompts, or all that are left, with `size` samples each (None: the run's number). temperatures: of the
+        samples of a group in turn; none: the run's."""
         rollouts, first = self.rollouts, len(self.played)
         if is_source(rollouts.sampler):
             groups = rollouts.sampler.groups(self.r, count, first, rollouts)
         else:
             examples = rollouts.sampler.draw(self.r, count, first)
-            groups = self._round(examples, range(first, first + len(examples)), size or self.size) if examples else []
+            places, own = range(first, first + len(examples)), {"temperatures": temperatures} if temperatures else {}
+            groups = self._round(examples, places, size or self.size, **own) if examples else []
         self.rounds += bool(groups)
         self.played += groups
         return groups
 
-    def extend(self, groups: Sequence[Group], more: int) -> list[Group]:
-        """Play `more` further samples of each of these groups, which `more` gave, and return the larger groups."""
+    def extend(self, groups: Sequence[Group], more: int, temperatures: Sequence[float] = ()) -> list[Group]:
+        """Play `more` further samples of each of these groups, which `more` gave, and return the larger groups. temperatures: of
+        these samples in turn; none: the run's, which go on where they ended."""
         places = [next(i for i, played in enumerate(self.played) if played is group) for group in groups]
         if not places or not more:
             return list(groups)
-        examples = [group[0].example for group in groups]
-        for place, further in zip(places, self._round(examples, places, more, len(groups[0])), strict=True):
+        examples, size = [group[0].example for group in groups], len(groups[0])
+        if several := self.rollouts.plan.sampling.temperatures:
+            after = size % len(several)
+            temperatures = temperatures or [*several[after:], *several[:after]]
+        own = {"temperatures": temperatures} if temperatures else {}
+        for place, further in zip(places, self._round(examples, places, more, size, **own), strict=True):
             self.played[place] = self.played[place] + further
         return [self.played[place] for place in places]
 

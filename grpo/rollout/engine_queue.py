@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.engines.context import check_context
@@ -59,6 +60,7 @@ class EngineQueue:
     """
 
     def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
+        self.mixes = "temperatures" in signature(engine.sample).parameters
         self.engine, self.sampling, self.environments = engine, sampling, environments
         self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # for the prompt
         self.asked: dict[Place, tuple[tuple[int, ...], Sampling, int, asyncio.Future]] = {}
@@ -81,6 +83,8 @@ class EngineQueue:
 
     async def sample(self, place: Place, prompt: tuple[int, ...], seed: int, sampling: Sampling) -> Completion:
         """Queue a prompt of the episode at `place`, and return its completion once the engine has sampled it."""
+        if own := self.own_temperature(place):
+            sampling = replace(sampling, temperature=own)
         future = asyncio.get_running_loop().create_future()
         with self.changed:
             now = time.monotonic()
@@ -88,6 +92,11 @@ class EngineQueue:
             self.asked[place] = (prompt, sampling, seed, future)
             self._rests(place)
         return await future
+
+    def own_temperature(self, place: Place) -> float | None:
+        """Return the temperature of an episode whose group has several; None if it has the sampling's, or is greedy."""
+        several = self.sampling.temperatures if self.sampling.temperature else ()
+        return several[place[1] % len(several)] if several else None
 
     def over(self, place: Place) -> None:
         """Note that the episode at `place` is over: the engine no longer waits for it."""
@@ -108,16 +117,23 @@ class EngineQueue:
                 places = sorted(self.asked)  # not in the order of arrival, which depends on threads
                 asked = [(place, *self.asked.pop(place)) for place in places]
             while asked:
-                sampling = asked[0][2]
-                self._sample(sampling, [one for one in asked if one[2] == sampling])
-                asked = [one for one in asked if one[2] != sampling]
+                alike = self._alike(asked[0][2])
+                self._sample([one for one in asked if self._alike(one[2]) == alike])
+                asked = [one for one in asked if self._alike(one[2]) != alike]
 
-    def _sample(self, sampling: Sampling, asked: Sequence[tuple]) -> None:
-        """Sample the prompts (place, prompt, sampling, seed, future) that have the same sampling."""
-        places, prompts, _, seeds, futures = zip(*asked, strict=True)
+    def _alike(self, sampling: Sampling) -> Sampling:
+        """Return what prompts of one call of the engine have in common."""
+        return replace(sampling, temperature=1.0) if self.mixes and self.sampling.temperatures else sampling
+
+    def _sample(self, asked: Sequence[tuple]) -> None:
+        """Sample the prompts (place, prompt, sampling, seed, future) that have the same sampling, but for the temperature."""
+        places, prompts, samplings, seeds, futures = zip(*asked, strict=True)
         waiting = dict(enumerate(zip(places, futures, strict=True)))
         give = partial(self._give, waiting)
-        completions = self.engine.sample(prompts, sampling, seeds, give)
+        temperatures = [sampling.temperature for sampling in samplings]
+        own = {"temperatures": temperatures} if len({*temperatures}) > 1 else {}
+        sample: Callable[..., Sequence[CompletionLike]] = self.engine.sample
+        completions = sample(prompts, samplings[0], seeds, give, **own)
         for i, completion in zip(range(len(places)), completions, strict=True):
             if i in waiting:  # the engine did not report it when it was finished
                 give(i, completion)
@@ -128,6 +144,8 @@ class EngineQueue:
             self.working.add(place)  # before its coroutine resumes, which may be at once
         learned = self.sampling.temperature > 0  # evaluations are greedy; the alarms find weights of NaN first there
         answer = received(self.engine, completion) if learned else completion_of(completion)
+        if own := self.own_temperature(place):
+            answer = replace(answer, temperature=own)
         with suppress(RuntimeError):  # the episodes have ended
             future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
 

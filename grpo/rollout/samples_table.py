@@ -78,16 +78,20 @@ def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
 
 def replayable(groups: Iterable[Group]) -> dict[str, list]:
     """Return columns for `records` that `source=file` reads: rows with their prompts, and the advantages that were given."""
-    rows = [[list(map(plain_row, rows_of_turns(sample.turns))) for sample in group] for group in groups]
+    rows = [[[plain_row(row, sample) for row in rows_of_turns(sample.turns)] for sample in group] for group in groups]
     advantages = [[sample.reward.advantage for sample in group] for group in groups]
     return {"rows": rows, "given_advantage": advantages}
 
 
-def plain_row(row: Row) -> dict[str, list]:
-    """Return a row in the form of rollout/source/conversion.py."""
+def plain_row(row: Row, sample: Sample) -> dict[str, list]:
+    """Return a row of a sample in the form of rollout/source/conversion.py."""
     read = len(row.prompt_ids)
     sampled, logprobs = [False] * read + [*row.sampled], [0.0] * read + [*row.logprobs]
-    return {"ids": [*row.prompt_ids, *row.ids], "sampled": sampled, "logprobs": logprobs}
+    plain: dict[str, list] = {"ids": [*row.prompt_ids, *row.ids], "sampled": sampled, "logprobs": logprobs}
+    of_turns = [turn.completion.temperature for turn in sample.turns]
+    if any(of_turns):
+        plain["temperatures"] = [None] * read + [None if k < 0 else of_turns[k] for k in row.turns]
+    return plain
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.master_weights import LOW, with_masters
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
+from grpo.models.temperature import at_half_of_it
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyController
@@ -108,7 +109,7 @@ class GRPOModule(ModuleState):
             old_logprobs, old_entropy = self.logprobs_of(self.policy, tokens, rows)
             tokens = replace(tokens, old_logprobs=old_logprobs, old_entropy=old_entropy)
         if self.algorithm.takes("prob_squares"):  # p(y)^2 / q(y), where q has half the temperature, whatever y is
-            sharper, _ = self.logprobs_of(self.policy, tokens, self.live(tokens), self.temperature / 2)
+            sharper, _ = self.logprobs_of(self.policy, at_half_of_it(tokens, self.temperature), self.live(tokens))
             tokens = replace(tokens, prob_squares=(2 * tokens.old_logprobs - sharper).exp())
         return tokens
 
@@ -121,12 +122,10 @@ class GRPOModule(ModuleState):
             note_engine(means, replace(row, old_logprobs=logprobs))
 
     @torch.no_grad()
-    def logprobs_of(
-        self, model: nn.Module, tokens: TokenBatch, rows: Tensor, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs_of(self, model: nn.Module, tokens: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [B, C] each, of these rows, by microbatches; 0 on the other rows."""
         logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
-        settings = temperature or self.temperature, False, *self.layout
+        settings = self.temperature, False, *self.layout
         for indices, microbatch in self.microbatches(tokens, rows):
             width = microbatch.completion_width
             numbers = one_pass(model, completion_logprobs, microbatch, *settings)
@@ -193,9 +192,9 @@ class GRPOModule(ModuleState):
         minibatch = self.weighed(minibatch, count)
         alpha, zero_grad, longest = self.entropy.alpha, self.optimizers().zero_grad, minibatch.ids.shape[1]
         logprobs, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero_grad, longest)
-        if stepped := self.step(minibatch, noted):
+        if (stepped := self.step(minibatch, noted)) or self.scale.halved:
             means.take(noted)
-        means.add("loss/skipped", not stepped)
+        means.add("loss/skipped", not stepped and not self.scale.halved)
         if stepped and self.algorithm.entropy.active:
             means.add("loss/entropy_coef", alpha)
             self.entropy.update(noted.result().get("loss/entropy"))
@@ -235,19 +234,19 @@ class GRPOModule(ModuleState):
         """Add the gradients of a microbatch. Ranks sum them in the last microbatch, or if `by_hand` in `step`."""
         exchanged = distributed.world_size() == 1 or is_sharded(self.policy) or (last and not self.by_hand)
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
-            self.manual_backward(loss)
+            self.manual_backward(self.scale.scaled(loss, self.policy))
 
     def step(self, minibatch: TokenBatch, means: Means) -> bool:
         """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         if self.by_hand:
             average_over_ranks(learned_by(optimizer), self.device)
-        finite = clipped(optimizer, self.optim.max_grad_norm, means)
+        finite = clipped(optimizer, self.optim.max_grad_norm, means, self.scale)
         means.add("lr", optimizer.param_groups[0]["lr"])
         if finite:
             optimizer.step()
             self.moved, self.skipped.row = True, 0
-        else:
+        elif not self.scale.halved:
             self.skipped.note(self.position(), self.policy, minibatch)
         optimizer.zero_grad()
         schedule.step()

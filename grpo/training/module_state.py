@@ -1,5 +1,6 @@
 """The module's part of a checkpoint. A run resumes only with the model that it started with."""
 
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -8,6 +9,7 @@ from torch import nn
 from grpo.system.errors import UserError
 from grpo.system.metrics import about
 from grpo.training.checkpoints import check_shapes
+from grpo.training.loss_scale import LossScale
 
 
 class ModuleState(L.LightningModule):
@@ -26,6 +28,7 @@ class ModuleState(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["policy_shapes"] = self.policy_shapes()
         checkpoint["progress"] = {"updates": self.updates} | self.entropy.state_dict()
+        checkpoint["progress"]["loss_scale"] = self.scale.state_dict()
         if self.reference is not None and self.reference.moves:
             checkpoint["reference"] = self.reference.weights
         named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
@@ -39,8 +42,15 @@ class ModuleState(L.LightningModule):
         check_shapes(checkpoint["policy_shapes"], self.policy_shapes())
         self.updates = checkpoint["progress"]["updates"]
         self.entropy.load_state_dict(checkpoint["progress"])
+        if "loss_scale" in checkpoint["progress"]:
+            self.scale.load_state_dict(checkpoint["progress"]["loss_scale"])
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
+
+    @cached_property
+    def scale(self) -> LossScale:
+        """The scale of the loss."""
+        return LossScale(self.optim.loss_scale)
 
     def position(self) -> dict[str, Any]:
         """Return what repeating the next update needs, besides weights and tokens: `updates` so far, its `rollout` from 1, the

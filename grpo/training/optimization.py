@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Share, enforced
+from grpo.training.loss_scale import LossScale, LossScaling
 from grpo.training.meter import Means
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Optimization:
     gradient_checkpointing: see `recomputing`; None: where the forecast says that an update does not fit without it. offload: see
     `with_masters`.
     max_skipped: the run ends if so many updates in a row are skipped, because their gradient is not finite. skipped: the folder
-    where they are written.
+    where they are written. loss_scale: of the loss, where passes compute in float16.
     """
 
     optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
@@ -53,6 +54,7 @@ class Optimization:
     max_skipped: Count = 3
     skipped: str = "skipped"
     warmup_ratio: Share | None = None
+    loss_scale: LossScaling = field(default_factory=LossScaling)
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_microbatch is None:
@@ -101,17 +103,26 @@ def average_over_ranks(learned: Iterable[Tensor], device: torch.device) -> None:
             p.grad = (distributed.all_sum(p.grad.to(device)) / distributed.world_size()).to(p.device)
 
 
-def clipped(optimizer: Optimizer, most: float | None, means: Means) -> bool:
+def clipped(optimizer: Optimizer, most: float | None, means: Means, scale: LossScale) -> bool:
     """Scale the gradient of each part of the parameters down to the norm `most`; None: not at all. Notes the norms before as
-    PART/grad_norm, and returns whether all are finite. A group of parameters has its part as a key, else it is of `loss`."""
+    PART/grad_norm, and returns whether all are finite. A group of parameters has its part as a key, else it is of `loss`.
+
+    scale: of the loss; it is taken out of the gradient first, and then changes by whether that is finite.
+    """
+    scale.unscale(learned_by(optimizer))
+    if scale.used:
+        means.add("loss/scale", scale.value)
     parts: dict[str, list[Tensor]] = {}
     for group in optimizer.param_groups:
         parts.setdefault(group.get("part", "loss"), []).extend(group["params"])
-    norms = []
-    for part, learned in parts.items():
-        norms.append(full(nn.utils.clip_grad_norm_(learned, most or torch.inf)))
-        means.add(f"{part}/grad_norm", norms[-1])
-    return all(norm.isfinite() for norm in norms)
+    norms = {part: full(nn.utils.clip_grad_norm_(learned, most or torch.inf)) for part, learned in parts.items()}
+    finite = all(norm.isfinite() for norm in norms.values())
+    scale.note(finite)
+    if scale.used:
+        means.add("loss/overflowed", scale.halved)
+    for part, norm in () if scale.halved else norms.items():
+        means.add(f"{part}/grad_norm", norm)
+    return finite
 
 
 @dataclass

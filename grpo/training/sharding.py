@@ -28,6 +28,7 @@ from grpo.models.master_weights import LOW
 from grpo.system.distributed import local, part_of
 from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.loss_scale import MIXED
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 from grpo.training.strategy import Watched
@@ -39,14 +40,14 @@ class Sharded(Watched, ModelParallelStrategy):
     """Lightning's strategy for a model that `share` has sharded, with checkpoints of this project.
 
     ranks: all devices of all machines. reshard: whether a layer is given up between its forward and its backward pass. pieces:
-    whether each rank writes its own part of a checkpoint. mixed: compute in bfloat16, whatever the parameters are.
+    whether each rank writes its own part of a checkpoint. precision: of passes, bf16-mixed or 16-mixed for parameters in float32.
     """
 
-    def __init__(self, timeout: float, ranks: int, reshard: bool, pieces: bool, mixed: bool) -> None:
+    def __init__(self, timeout: float, ranks: int, reshard: bool, pieces: bool, precision: str) -> None:
         # offloaded gradients are on the CPU
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         super().__init__(timeout, data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend=backend)
-        self.reshard, self.pieces, self.mixed = reshard, pieces, mixed
+        self.reshard, self.pieces, self.passes = reshard, pieces, precision
 
     def share(self, module: GRPOModule) -> None:
         """Shard the policy, the reference and the critic of a module, which have the same values on all ranks."""
@@ -55,7 +56,7 @@ class Sharded(Watched, ModelParallelStrategy):
         copies = [reference.copy] if reference and reference.copy is not None else []
         for model in [module.policy, *copies, *getattr(module, "critic", nn.Module()).children()]:
             wanted = getattr(model, "config", module.policy.config).get_text_config().dtype or torch.float32
-            low = wanted if wanted in LOW else torch.bfloat16 if self.mixed else None
+            low = wanted if wanted in LOW else MIXED.get(self.passes)
             shard(model, mesh, wanted, low, self.reshard, offload and self.root_device.type != "cpu")
         if reference is not None:
             reference.begin()

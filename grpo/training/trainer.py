@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -22,8 +23,9 @@ from grpo.training.strategy import Strategy, WatchedRanks
 
 T = TypeVar("T", bound=Callback)
 
-# precision of computation. No bf16-true: model.dtype is the precision of parameters. No 16-mixed: clipping needs the loss scale
-Precision = Literal["auto", "32-true", "bf16-mixed"]
+# precision of computation. No bf16-true: model.dtype is the precision of parameters, and 16-true is its name for float16
+Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "16-true"]
+BFLOAT16 = (8, 0)  # the compute capability from which on a GPU has instructions for it
 
 
 @enforced("trainer")
@@ -45,7 +47,8 @@ def make_trainer(
 ) -> L.Trainer:
     """Return the Trainer.
 
-    accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU, else 32-true.
+    accelerator: auto, cpu, cuda or mps. precision: auto is bf16-mixed on a GPU that has it, 16-mixed on another one, else
+    32-true. 16-true computes in the parameters' own number type, which must then be float16.
     matmul_precision: of products of float32 matrices; high is TF32. deterministic: see lightning.Trainer.
     devices: each of several devices samples and learns from its share of every rollout; the gradient equals that of a single
     device. num_nodes: machines, each with so many devices. Where torchrun has started this process, it knows both numbers.
@@ -57,7 +60,7 @@ def make_trainer(
     memory.settle()
     on_gpu = takes_gpu(accelerator)
     if precision == "auto":
-        precision = "bf16-mixed" if on_gpu else "32-true"
+        precision = best_on_gpu(torch.cuda.get_device_capability()) if on_gpu else "32-true"
     if matmul_precision == "high" and not on_gpu:
         raise UserError("trainer.matmul_precision=high is TF32, which only a GPU has: set it to highest")
     torch.set_float32_matmul_precision(matmul_precision)
@@ -69,6 +72,10 @@ def make_trainer(
         total = memory.total(torch.device(place)) // (1 if on_gpu else devices)  # processes share the CPU's memory
         strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks, place), total)
         among_ranks, precision = lightning_strategy(strategy, timeout, ranks, precision)
+    if precision == "16-true":
+        precision = "32-true"  # no autocast
+    if precision == "16-mixed":
+        plugins, precision = [InFloat16("cuda" if on_gpu else "mps" if accelerator == "mps" else "cpu"), *plugins], None
     if SLURMEnvironment.detect():
         plugins = [SLURMEnvironment(auto_requeue=False), *plugins]  # Stop takes the signals
     try:
@@ -111,15 +118,28 @@ def takes_gpu(accelerator: str) -> bool:
     return cuda and accelerator in ("auto", "cuda")
 
 
+class InFloat16(MixedPrecision):
+    """Autocast to float16. The scale of the loss is the module's: it takes it out before it clips."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__("16-mixed", device)
+        self.scaler = None
+
+
+def best_on_gpu(capability: tuple[int, int]) -> Precision:
+    """Return the mixed precision that suits a GPU of this compute capability: V100 and T4 have no bfloat16."""
+    return "bf16-mixed" if capability >= BFLOAT16 else "16-mixed"
+
+
 def lightning_strategy(strategy: Strategy, timeout: float, ranks: int, precision: str) -> tuple[Any, str]:
     """Return Lightning's strategy for several ranks, and the precision that its Trainer gets. strategy: ddp or fsdp2."""
     if strategy.kind != "fsdp2":
         return WatchedRanks(timeout), precision
     from grpo.training.sharding import Sharded
 
-    in_pieces, mixed = strategy.checkpoint == "sharded", precision == "bf16-mixed"
     # passes of a sharded model have a number type of their own
-    return Sharded(timeout, ranks, strategy.reshard, in_pieces, mixed), "32-true"
+    in_pieces = strategy.checkpoint == "sharded"
+    return Sharded(timeout, ranks, strategy.reshard, in_pieces, precision), "32-true"
 
 
 def callbacks_of(callbacks: Sequence[Callback], kind: type[T]) -> list[T]:

@@ -1,6 +1,7 @@
 """The built-in engine: samples follow the model, log-probabilities equal the trainer's, seeds decide the samples."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.logprobs import completion_logprobs
+from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
@@ -51,6 +53,40 @@ def test_logprobs_are_the_trainers(engine, toy_model):
         batch = collate(groups)
         trainer, _ = completion_logprobs(toy_model, batch, temperature)
         assert ((trainer - batch.rollout_logprobs).abs() * batch.mask).max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+def test_each_row_may_have_a_temperature_of_its_own(engine, toy_model, layout):
+    """A group with two of them: each row is what it would be alone, and the trainer has its log-probabilities."""
+    own, sampling = [0.6, 1.3] * 4, Sampling(12)
+    toy_model.generation_config.eos_token_id = EOS
+    got = engine.sample([PROMPTS[0]] * 8, sampling, range(8), temperatures=own)
+    for i, temperature in enumerate(own):
+        (alone,) = engine.sample([PROMPTS[0]], Sampling(12, temperature=temperature), [i])
+        assert alone.ids == got[i].ids and alone.logprobs == pytest.approx(got[i].logprobs, abs=1e-6)
+    turns = [Turn(PROMPTS[0], replace(one, temperature=own[i])) for i, one in enumerate(got)]
+    state = Step(State((Message("user", ""),)), Action(Message("assistant", "")))
+    batch = collate([[Sample({}, Trajectory((state,)), (turn,), Reward(0, False)) for turn in turns]])
+    trainer, _ = completion_logprobs(toy_model, batch, 1.0, layout=layout)
+    gap = (trainer - batch.rollout_logprobs)[batch.mask].abs()
+    assert gap.max() < 1e-5 and gap.mean() < 1e-6
+    same, _ = completion_logprobs(toy_model, replace(batch, temperature=None), 1.0, layout=layout)
+    assert (same - batch.rollout_logprobs)[batch.mask].abs().mean() > 0.1
+
+
+def test_float16_is_closer_to_the_trainer_than_bfloat16(toy):
+    """It has three bits more (arXiv 2510.26788)."""
+    gaps = {}
+    for dtype in ("float16", "bfloat16"):
+        model, engine = Pretrained(str(toy), dtype=dtype).model(), TransformersEngine()
+        engine.load_weights(model, 0)
+        got = engine.sample(PROMPTS * 2, Sampling(12), range(8))
+        state = Step(State((Message("user", ""),)), Action(Message("assistant", "")))
+        turns = [Turn(prompt, one) for prompt, one in zip(PROMPTS * 2, got, strict=True)]
+        batch = collate([[Sample({}, Trajectory((state,)), (turn,), Reward(0, False)) for turn in turns]])
+        trainer, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt")
+        gaps[dtype] = float((trainer - batch.rollout_logprobs)[batch.mask].abs().mean())
+    assert 0 < gaps["float16"] < gaps["bfloat16"] / 3
 
 
 def test_a_completion_ends_with_its_eos_or_at_the_limit(engine, toy_model):

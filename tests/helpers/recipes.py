@@ -16,6 +16,7 @@ from grpo.engines.room import Room
 from grpo.models.policy import with_adapter
 from grpo.preflight.forecast import Part, Sizes, forecast, in_phases
 from grpo.system import memory
+from grpo.training.trainer import best_on_gpu
 from helpers.project import ROOT
 
 SHAPES = {  # class, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
@@ -50,6 +51,11 @@ def recipes() -> list[Recipe]:
             words = re.search(r"train.py ([^`]*)`", line)[1].split()
             found.append(Recipe(int(gpus[0]) if gpus else 1, int(size), name, tuple(words)))
     return found
+
+
+def names_engine(recipe: Recipe) -> bool:
+    """Return whether a recipe names the built-in engine."""
+    return compose_config("output_dir=.", *recipe.command).engine._target_.endswith(TransformersEngine.__name__)
 
 
 class Vllm:
@@ -99,10 +105,11 @@ def parts_of(recipe: Recipe, vllm: bool) -> tuple[list[Part], bool, bool]:
             return instantiate(config.module)(policy, algorithm, optim, 1.0, plan.num_rollouts, 0)
 
         engine = Vllm(config.engine.get("sleeps")) if vllm else TransformersEngine()
-        sharded = {"share": None, "mixed": True} if recipe.gpus > 1 else {}
+        precision = best_on_gpu((9, 0)) if config.trainer.precision == "auto" else config.trainer.precision
+        sharded = {"share": None, "passes": precision} if recipe.gpus > 1 else {}
         strategy = SimpleNamespace(root_device=torch.device("cuda", 0), **sharded)
         trainer = SimpleNamespace(
-            strategy=strategy, precision="bf16-mixed", num_devices=recipe.gpus, world_size=recipe.gpus
+            strategy=strategy, precision=precision, num_devices=recipe.gpus, world_size=recipe.gpus
         )
         sizes = Sizes(module, pretrained, plan, engine, lambda: PROMPT[config.task._target_.split(".")[1]])
         with pretended(recipe.size * GB):
@@ -118,7 +125,7 @@ def peaks(parts: list[Part]) -> dict[str, int]:
 
 def cell(recipe: Recipe, vllm: bool) -> str:
     """Return the two peaks in GB with an engine, and an r if layers are recomputed; a dash if the recipe names the other one."""
-    if vllm and "engine=transformers" in recipe.command:
+    if vllm and names_engine(recipe):
         return "-"
     parts, again, lacks = parts_of(recipe, vllm)
     numbers = ", ".join(f"{size / GB:.1f}" for size in peaks(parts).values())

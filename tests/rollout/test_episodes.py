@@ -398,6 +398,27 @@ def test_dice_differ_between_samples_and_are_the_same_again(parts):
     assert one == again and len({tuple(group) for group in one}) == 3 and all(len(set(group)) > 1 for group in one)
 
 
+def test_the_samples_of_a_group_have_temperatures_in_turn(parts, sizes, monkeypatch):
+    """An engine that takes them gets all prompts at once, another one a call for each; greedy samples have none."""
+    sampling, examples = Sampling(2, temperatures=[0.5, 1.0, 2.0]), Dice().examples("train")[:3]
+
+    def drawn(sampling):
+        groups = play(Dice(), examples, 4, *parts, sampling, seed)
+        return [[turn.completion for turn in sample.turns] for group in groups for sample in group]
+
+    apart = drawn(sampling)  # the fixture's engine does not take them
+    assert sizes[:3] == [6, 3, 3]  # of the first turn
+    monkeypatch.undo()
+    together = drawn(sampling)
+    for one, other, temperature in zip(together, apart, [0.5, 1.0, 2.0, 0.5] * 3, strict=True):
+        assert [done.ids for done in one] == [done.ids for done in other]
+        assert {done.temperature for done in (*one, *other)} == {temperature}
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    greedy = drawn(replace(sampling, temperature=0.0))
+    assert {done.temperature for of_sample in greedy for done in of_sample} == {None}
+
+
 def metrics_of(folder):
     lines = (folder / "metrics.csv").read_text().splitlines()
     table = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]

@@ -59,6 +59,20 @@ def values(groups) -> list[list[float]]:
     return [[sample.reward.value for sample in group] for group in groups]
 
 
+def test_further_samples_go_on_with_the_temperatures_or_have_their_own(tmp_path):
+    class Several:
+        def select(self, draw):
+            groups = draw.extend(draw.extend(draw.more(2, 4), 1), 1, temperatures=[0.5])
+            return groups + draw.more(1, temperatures=[0.9])
+
+    made, asked_for = rollouts(Several(), lambda n, s: float(s), tmp_path), []
+    made.plan = replace(made.plan, sampling=Sampling(8, temperatures=[0.7, 1.0, 1.3]))
+    play = made.play
+    made.play = lambda *args: (asked_for.append([*args[5].temperatures]), play(*args))[1]
+    assert [len(group) for group in made.make(0).groups] == [6, 6, 4]
+    assert asked_for == [[0.7, 1.0, 1.3], [1.0, 1.3, 0.7], [0.5], [0.9]]
+
+
 def test_gates_replace_groups_that_are_too_easy(tmp_path):
     order = asked(rollouts(Dynamic(), lambda n, s: 0.0, tmp_path))
     easy, hard, *_ = order

@@ -13,6 +13,7 @@ from grpo.env.tokens import Completion, rows_of_turns
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollout_metrics import rollout_metrics
+from grpo.rollout.samples_table import replayable
 from grpo.rollout.source.conversion import Conversion
 from grpo.rollout.source.file import Recorded
 from grpo.system.errors import RolloutError, UserError
@@ -90,6 +91,24 @@ def test_advantages_of_sample_and_tokens(convert, caplog):
 def test_a_mistake_is_one_line(convert, change, line):
     with pytest.raises(RolloutError, match=line):
         convert.groups([("here", given(change))])
+
+
+def test_a_sample_may_bring_its_temperature(convert, toy):
+    """For all of its tokens, or in each row for each token; a recorded sample comes back with it."""
+    whole = one(convert, given(temperature=0.7))
+    assert [turn.completion.temperature for turn in whole.turns] == [0.7, 0.7]
+    parts = one(convert, given({"temperatures": [None, None, 0.5, 0.5, None, None, None]}))
+    assert [turn.completion.temperature for turn in parts.turns] == [0.5, None]
+    assert collate([[whole]]).temperature.tolist() == [pytest.approx([0.7, 0.7, 0, 0.7, 0.7])]
+    assert collate([[parts]]).temperature.tolist() == [[0.5, 0.5, 0, 0, 0]]
+    assert collate([[one(convert, given())]]).temperature is None
+    [[[row]]] = replayable([[parts]])["rows"]
+    assert row["temperatures"] == [None, None, 0.5, 0.5, None, None, None]
+    for wrong in (0, -1.0, "0.7"):
+        with pytest.raises(
+            RolloutError, match=f"here: temperature {wrong}: a sample to learn from has a temperature above 0"
+        ):
+            convert.groups([("here", given(temperature=wrong))])
 
 
 def test_groups_of_unequal_size_are_a_rectangle_with_unknown_rewards(convert):

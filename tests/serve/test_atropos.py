@@ -159,11 +159,17 @@ def test_what_environments_change_and_leave_out(parts, toy, caplog):
         with source.served.open(), pytest.raises(OSError, match="400"):
             post(f"{url}/generate", {"prompt": {"prompt_token_ids": [1]}, "best_of": 2})
         until(lambda: "a request of an environment was refused: /generate" in caplog.text and "best_of" in caplog.text)
-        with source.served.open():  # an evaluation of the environment, sent as if it were a training sample
-            asked = {"prompt": {"prompt_token_ids": [1, 5]}, "max_tokens": 4, "temperature": 0.5}
-            ids = post(f"{url}/generate", asked)["token_ids"][0]
-        with pytest.raises(RolloutError, match=r"sampled at temperature 0\.5, and the run learns at 1"):
-            source.served.find((1, 5), tuple(ids), None)
+        ids = {}
+        with source.served.open():
+            for temperature in (0.5, 0):
+                asked = {"prompt": {"prompt_token_ids": [1, 5]}, "max_tokens": 4, "temperature": temperature}
+                ids[temperature] = tuple(post(f"{url}/generate", asked)["token_ids"][0])
+        assert ids[0.5] != ids[0]
+        assert source.served.find((1, 5), ids[0.5], None).temperature == 0.5
+        with pytest.raises(RolloutError, match=r"sampled at temperature 0\.5, and the environment says 0\.7: mend its"):
+            source.served.find((1, 5), ids[0.5], None, 0.7)
+        with pytest.raises(RolloutError, match="temperature 0: a sample to learn from has a temperature above 0"):
+            source.served.find((1, 5), ids[0], None)
 
 
 ITEM = {"tokens": [[1, 2, 3]], "masks": [[-100, 2, 3]], "scores": [1.0], "env_id": 7}
@@ -174,13 +180,18 @@ ITEM = {"tokens": [[1, 2, 3]], "masks": [[-100, 2, 3]], "scores": [1.0], "env_id
     [
         ({"scores": [1.0, 2.0]}, r"item 3 of the batch \(environment 7\): 1 sequences of tokens, but 2 scores"),
         ({"masks": [[-100, 3, 3]]}, "sequence 0: the mask has 3 where it must have -100 or the token's own id"),
-        ({"overrides": [{"temperature": 0.5}]}, r"temperature 0\.5, not 1: set rollout\.sampling\.temperature"),
-        ({"generation_params": {"temperature": 0.7}, "group_overrides": {"temperature": 1.0}}, r"temperature 0\.7, not 1"),
     ],
 )  # fmt: skip
 def test_an_item_that_does_not_fit_is_one_line(change, line):
     with pytest.raises(RolloutError, match=line):
-        list(samples_of(3, ITEM | change, 1.0))
+        list(samples_of(3, ITEM | change))
+
+
+def test_a_sequence_has_the_temperature_that_its_item_says():
+    of_group = {"generation_params": {"temperature": 0.7}, "group_overrides": {"temperature": 1.0}}
+    for change, temperature in ((of_group, 0.7), (of_group | {"overrides": [{"temperature": 0.5}]}, 0.5), ({}, None)):
+        [(_, sample)] = samples_of(3, ITEM | change)
+        assert sample["temperature"] == temperature
 
 
 def test_a_whole_run_with_the_stand_in(toy, tmp_path):

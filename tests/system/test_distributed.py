@@ -132,14 +132,15 @@ def test_two_ranks_bring_the_masters_gradients_together(learned, tmp_path, polic
 
 
 @pytest.mark.slow
-def test_shards_of_a_16_bit_model_learn_what_one_rank_learns(learned, toy, tmp_path):
-    """Passes are in bfloat16, the optimizer's numbers are float32: they move in the same direction, equally far."""
-    start = torch.cat([p.detach().flatten() for p in Pretrained(str(toy)).model().bfloat16().parameters()]).float()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_shards_of_a_16_bit_model_learn_what_one_rank_learns(learned, toy, tmp_path, dtype):
+    """Passes are in 16 bits, the optimizer's numbers are float32: they move in the same direction, equally far."""
+    start = torch.cat([p.detach().flatten() for p in Pretrained(str(toy)).model().to(dtype).parameters()]).float()
     moved = []
     for devices in (1, 2):
-        settings = ["model.dtype=bfloat16", "strategy=fsdp2", "rollout.num_rollouts=1", "rollout.prompts=3"]
+        settings = [f"model.dtype={str(dtype)[6:]}", "strategy=fsdp2", "rollout.num_rollouts=1", "rollout.prompts=3"]
         weights = learned(tmp_path / str(devices), devices, settings)
-        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+        assert {weight.dtype for weight in weights.values()} == {dtype}
         masters = last(tmp_path / str(devices))["optimizer_states"][0]["masters"]
         moved.append(torch.cat([master.flatten() for master in masters]) - start)
     assert torch.cosine_similarity(*moved, dim=0) > 0.99

@@ -14,6 +14,7 @@ from transformers import get_scheduler
 
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
+from grpo.models.temperature import at_half_of_it
 from grpo.rollout.collate import collate
 from grpo.system import distributed
 from grpo.system.errors import UserError
@@ -189,6 +190,46 @@ def test_every_pass_has_the_temperature_of_the_sampling(toy_model):
         metrics = module.training_step(batch, 0)
         assert metrics["rollout/logprob_gap_max"] < 1e-5
         assert metrics["loss/ratio"] == pytest.approx(1, abs=1e-5) and metrics.get("loss/kl", 0) < 1e-8
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prompt"])
+def test_the_gradient_of_two_temperatures_is_the_sum_of_those_of_each_alone(toy, layout):
+    """The first sample of each group was drawn at 0.7, the second at the run's 1.3; alone, the others have advantage 0."""
+
+    def step(groups, temperature: float, rewards) -> torch.Tensor:
+        policy, start = fresh(toy), fresh(toy)
+        module = make_module(policy, layout=layout, reduce="sequence")
+        module.temperature = temperature
+        module.training_step(rollout(groups=groups, rewards=rewards), 0)
+        pairs = zip(policy.parameters(), start.parameters(), strict=True)
+        return torch.cat([(p.detach() - q.detach()).flatten() for p, q in pairs])
+
+    mixed = [[drawn_at(first, 0.7), second] for first, second in GROUPS]
+    first = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    alone = step(GROUPS, 0.7, ADVANTAGES * first) + step(GROUPS, 1.3, ADVANTAGES * (1 - first))
+    together = step(mixed, 1.3, ADVANTAGES)
+    torch.testing.assert_close(together, alone, atol=3e-7, rtol=1e-5)
+    assert (together - step(GROUPS, 1.3, ADVANTAGES)).norm() > 0.1 * together.norm()
+
+
+def test_frozen_log_probabilities_and_the_squares_of_probabilities_have_each_rows_temperature(toy_model):
+    """Policy and reference are equal, so the KL is 0; at half of its temperature a row is what it is alone."""
+    mixed = [[drawn_at(first, 0.7), second] for first, second in GROUPS]
+    module = make_module(toy_model, lr=1e-9, kl_coef=0.1)
+    assert module.training_step(rollout(groups=mixed), 0)["loss/kl"] < 1e-8
+    tokens = collate(mixed)
+    half, _ = completion_logprobs(toy_model, at_half_of_it(tokens, 1.0), 1.0)
+    for row, temperature in enumerate((0.7, 1.0, 0.7, 1.0)):
+        exact, _ = completion_logprobs(toy_model, collate(GROUPS).rows(slice(row, row + 1)), temperature / 2)
+        torch.testing.assert_close(
+            half[row][tokens.mask[row]], exact[0][: int(tokens.mask[row].sum())], atol=1e-5, rtol=0
+        )
+
+
+def drawn_at(sample, temperature: float):
+    """Return a sample whose tokens were sampled at a temperature."""
+    turns = [replace(turn, completion=replace(turn.completion, temperature=temperature)) for turn in sample.turns]
+    return replace(sample, turns=tuple(turns))
 
 
 def test_minibatches_differ_between_epochs_rollouts_and_runs(toy_model):

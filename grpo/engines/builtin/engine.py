@@ -67,7 +67,12 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def sample(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Done | None = None,
+        temperatures: Sequence[float] | None = None,
     ) -> list[Completion]:
         if sampling.guided:
             raise UserError("sampling.guided: the built-in engine does not support guided sampling: set engine=vllm")
@@ -81,7 +86,7 @@ class TransformersEngine:
         stop_ids, every = {*eos, *sampling.stop_ids}, STEPS.get(device.type, 16)
 
         cache = self.cache(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
-        draws = NextTokens(prompts, sampling, seeds, device)
+        draws = NextTokens(prompts, sampling, seeds, device, temperatures)
         completions: list[Completion | None] = [None] * len(prompts)
         logits = None  # [B, V], one row per sample in the batch
         while (waiting or logits is not None) and len(self.unwanted) < len(prompts):

@@ -55,7 +55,15 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 class NextTokens:
     """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for every row."""
 
-    def __init__(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int], device) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        device,
+        temperatures: Sequence[float] | None = None,
+    ) -> None:
+        self.temperatures = None if temperatures is None else sent(torch.tensor(temperatures), device)  # [n]
         self.prompts, self.sampling, self.seeds, self.device = prompts, sampling, seeds, device
         shape = len(prompts), sampling.max_tokens
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -90,7 +98,9 @@ class NextTokens:
         size = max(1, LOGITS_PER_DRAW // logits.shape[-1])
         uniform = self.uniform[self.rows, self.counts].split(size)
         seen = repeat(None) if self.seen is None else self.seen.split(size)
-        drawn = [self.drawn(*piece) for piece in zip(logits.split(size), uniform, seen, strict=False)]
+        of_all, own = self.sampling.temperature or 1.0, self.temperatures
+        temperature = repeat(of_all) if own is None else own[self.rows, None].split(size)
+        drawn = [self.drawn(*piece) for piece in zip(logits.split(size), uniform, temperature, seen, strict=False)]
         token, logprobs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         self.tokens[self.rows, self.counts] = token
         self.logprobs[self.rows, self.counts] = logprobs
@@ -100,10 +110,13 @@ class NextTokens:
         self.lengths, self.unseen = [length + 1 for length in self.lengths], self.unseen + 1
         return token
 
-    def drawn(self, logits: Tensor, uniform: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b]. logits: [b, V]."""
+    def drawn(
+        self, logits: Tensor, uniform: Tensor, temperature: float | Tensor, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b]. logits: [b, V].
+        temperature: a number, or [b, 1]."""
         sampling = self.sampling
-        scaled = logits.float() / (sampling.temperature or 1.0)
+        scaled = logits.float() / temperature
         penalized = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
         is_greedy = sampling.temperature == 0
         token = penalized.argmax(-1) if is_greedy else draw(filter_logits(penalized, sampling), uniform)

@@ -24,7 +24,7 @@ from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import Room
 from grpo.engines.vllm.errors import short_errors
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of, params_of_each
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.language import is_multimodal
@@ -157,13 +157,19 @@ class VLLMEngine:
             torch.cuda.synchronize()
 
     def sample(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Done | None = None,
+        temperatures: Sequence[float] | None = None,
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:
             raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
         plain = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
-        params = [self._params(plain, seed) for _, seed in zip(prompts, seeds, strict=True)]
+        each = params_of_each(plain, len(prompts), temperatures)
+        params = [self._params(own, seed) for own, seed in zip(each, seeds, strict=True)]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
         # vLLM's CPU sampler draws from torch's global generator even for seeded requests

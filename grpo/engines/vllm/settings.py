@@ -1,6 +1,6 @@
 """Arguments of vLLM and parameters of its requests, for vLLM in this process and for servers. Does not import vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo.engines.context import check_context
@@ -23,6 +23,19 @@ GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU to
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
 
+def params_of_each(plain: Mapping[str, Any], count: int, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
+    """Return the arguments of `params_of` for each of `count` prompts, with its own temperature. Raises UserError."""
+    for temperature in temperatures or ():
+        check_temperature(temperature)
+    return [{**plain, "temperature": temperature} for temperature in temperatures or [plain["temperature"]] * count]
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise UserError for a temperature that vLLM refuses."""
+    if temperature > 2:
+        raise UserError(f"sampling.temperature={temperature}: vLLM takes at most 2; set engine=transformers")
+
+
 def params_of(
     prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None, whole: bool = False
 ) -> dict[str, Any]:
@@ -32,8 +45,7 @@ def params_of(
     max_tokens of each completion, since no longer sequence was expected; otherwise a completion may end at it. Raises UserError
     for values that vLLM refuses.
     """
-    if sampling.temperature > 2:
-        raise UserError(f"sampling.temperature={sampling.temperature}: vLLM takes at most 2; set engine=transformers")
+    check_temperature(sampling.temperature)
     way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand)"
     check_context(max(map(len, prompts), default=0), sampling.max_tokens if whole else 1, context, way_out)
     stop = {"stop": [*sampling.stop.texts], "include_stop_str_in_output": True} if sampling.stop else {}

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.engines.vllm.settings import params_of
+from grpo.engines.vllm.settings import params_of, params_of_each
 from grpo.engines.vllm_server.fleet import Fleet
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand, check_apart
@@ -153,15 +153,22 @@ class VLLMServerEngine:
                 deque(tensors, maxlen=0)
 
     def sample(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        done: Done | None = None,
+        temperatures: Sequence[float] | None = None,
     ) -> list[Completion]:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._fleet.label is None:
             raise UserError("the vLLM servers have no weights of this run: call load_weights before the first sample")
         params = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         requests = [
-            {"token_ids": list(prompt), "sampling_params": params | {"seed": seed}}
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            {"token_ids": list(prompt), "sampling_params": own | {"seed": seed}}
+            for prompt, own, seed in zip(
+                prompts, params_of_each(params, len(prompts), temperatures), seeds, strict=True
+            )
         ]
         return asyncio.run(self._sample(requests, done)) if requests else []
 

@@ -2,7 +2,7 @@
 
 A sample is a mapping: rows, a list of mappings with the fields of `SourceRow`; group, which samples of one prompt share; reward
 (null: unknown). It may have advantage (in place of the estimator's), correct (by default reward > 0), parts (numbers to log) and
-finish ("stop" or "length", of the last turn).
+finish ("stop" or "length", of the last turn), and temperature (of all its turns; none: the run's).
 """
 
 import json
@@ -41,12 +41,14 @@ class SourceRow:
     logprobs: Sequence[float] | None = None
     versions: Sequence[int] | None = None
     advantages: Sequence[float] | None = None
+    temperatures: Sequence[float | None] | None = None
 
 
 class Conversion:
     """Makes samples for a model. Mutable: each remark is logged once.
 
-    find: returns a completion, by its prompt, its ids and maybe its log-probabilities, if our own engine has sampled it.
+    find: returns a completion, by its prompt, its ids and maybe its log-probabilities and its temperature, if our own engine has
+    sampled it.
     """
 
     def __init__(self, pretrained: Pretrained, renderer: Renderer, find: Callable = lambda *_: None) -> None:
@@ -71,6 +73,8 @@ class Conversion:
     def sample(self, record: Mapping[str, Any]) -> Sample:
         """Return one sample. Without rows it is an episode that failed before its first turn."""
         rows, finish = [SourceRow(**row) for row in record["rows"]], record.get("finish")
+        if (temperature := record.get("temperature")) is not None:
+            rows = [replace(row, temperatures=[temperature] * len(row.ids)) for row in rows]
         turns = tuple(turn for row in rows for turn in self.turns(row, finish))
         reward = math.nan if record["reward"] is None else float(record["reward"])
         truncated = bool(turns) and turns[-1].completion.finish == "length"
@@ -109,7 +113,10 @@ class Conversion:
         """Return the tokens from `begin` to `end` as our engine gave them if it did, otherwise as the row has them."""
         ids = tuple(row.ids[begin:end])
         logprobs = None if row.logprobs is None else tuple(map(float, row.logprobs[begin:end]))
-        if ours := self.find(tuple(row.ids[:begin]), ids, logprobs):
+        temperature = None if row.temperatures is None else row.temperatures[begin]
+        if temperature is not None:
+            check_learnable(temperature)
+        if ours := self.find(tuple(row.ids[:begin]), ids, logprobs, temperature):
             return ours
         if logprobs is None:
             raise RolloutError(NO_LOGPROBS)
@@ -118,7 +125,7 @@ class Conversion:
         if not reason:
             reason = "stop" if ids[-1] in self.ends else "length"
         versions = None if row.versions is None else tuple(row.versions[begin:end])
-        return Completion(ids, logprobs, reason, versions)
+        return Completion(ids, logprobs, reason, versions, temperature)
 
     def check(self, row: SourceRow) -> None:
         """Raise RolloutError unless the lists of a row fit each other and the model."""
@@ -143,6 +150,12 @@ class Conversion:
         if line not in self.logged:
             self.logged.add(line)
             log.warning("%s", line)
+
+
+def check_learnable(temperature: float) -> None:
+    """Raise RolloutError for a temperature at which nothing can be learned from a sample."""
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise RolloutError(f"temperature {temperature}: a sample to learn from has a temperature above 0")
 
 
 def check_logprobs(logprobs: Sequence[float]) -> None:

@@ -56,8 +56,7 @@ class Atropos:
             print(f"source=atropos: {self.advice()}", flush=True)
         with self.served.open():
             items = self.batch(r, rollouts)
-        temperature = rollouts.plan.sampling.temperature
-        samples = (sample for p, item in enumerate(items) for sample in samples_of(p, item, temperature))
+        samples = (sample for p, item in enumerate(items) for sample in samples_of(p, item))
         groups = self.convert.groups(samples)
         turns = [turn for group in groups for sample in group for turn in sample.turns]
         age = fmean(r - version for turn in turns for version in turn.completion.versions or (math.nan,))
@@ -138,7 +137,7 @@ class Atropos:
             return None
 
 
-def samples_of(p: int, item: Mapping[str, Any], temperature: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def samples_of(p: int, item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the sequences of an item as samples of group p. Raises RolloutError if its lists do not fit each other."""
     where, size = f"item {p} of the batch (environment {item.get('env_id')})", len(item["tokens"])
     names = ("tokens", "masks", "scores", "advantages", "inference_logprobs", "overrides")
@@ -149,11 +148,9 @@ def samples_of(p: int, item: Mapping[str, Any], temperature: float) -> Iterator[
     for s, (ids, mask, score, advantages, logprobs, overrides) in enumerate(zip(*lists.values(), strict=True)):
         at = f"{where}, sequence {s}"
         settings = {**of_group, **(overrides or {})}
-        if (actual := settings.get("temperature", temperature)) != temperature:
-            raise RolloutError(f"{at}: temperature {actual:g}, not {temperature:g}: set rollout.sampling.temperature")
         if shifted := [m for token, m in zip(ids, mask or (), strict=False) if m not in (-100, token)]:
             raise RolloutError(f"{at}: the mask has {shifted[0]} where it must have -100 or the token's own id")
         sampled = [m != -100 for m in mask or ()]
         row = {"ids": ids, "sampled": sampled, "logprobs": logprobs or None, "advantages": advantages or None}
-        advantage = 0.0 if settings.get("set_advantage_to_zero") else None
-        yield at, {"rows": [row], "reward": score, "group": p, "advantage": advantage}
+        given = {"advantage": 0.0 if settings.get("set_advantage_to_zero") else None}
+        yield at, {"rows": [row], "reward": score, "group": p, "temperature": settings.get("temperature"), **given}

@@ -19,6 +19,7 @@ from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollouts
+from grpo.rollout.source.conversion import check_learnable
 from grpo.serve.api import make_app
 from grpo.serve.batching import Batching
 from grpo.serve.gate import Gate
@@ -82,21 +83,27 @@ class OpenEngine:
         finally:
             self.batching.pause(True).result()
 
-    def find(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float] | None) -> Completion | None:
-        """Return a completion as it was sampled, the newest one with these log-probabilities if there are several. Raises
-        RolloutError if it was sampled at another temperature than the one at which the run learns."""
+    def find(
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        temperature: float | None = None,
+    ) -> Completion | None:
+        """Return a completion as it was sampled: the newest one with these log-probabilities and this temperature if there are
+        several, or else with the run's temperature. Raises RolloutError if it was sampled at another temperature, or greedily."""
         if not (completions := self.known.get(key_of_ids(prompt, ids))):
             return None
         learned = self.rollouts.plan.sampling.temperature
-        learnable = {
-            logprobs: completion
-            for (temperature, logprobs), completion in completions.items()
-            if temperature == learned
-        }
-        if not learnable:
-            line = f"it was sampled at temperature {next(iter(completions))[0]:g}, and the run learns at {learned:g}"
-            raise RolloutError(f"{line}: set rollout.sampling.temperature, or the environment's")
-        return learnable.get(logprobs) or [*learnable.values()][-1]
+        wanted = {key: done for key, done in completions.items() if temperature in (None, key[0])}
+        wanted = {key: done for key, done in wanted.items() if key[1] == logprobs} or wanted
+        wanted = {key: done for key, done in wanted.items() if key[0] == learned} or wanted
+        if not wanted:
+            line = f"it was sampled at temperature {next(iter(completions))[0]:g}, and the environment says {temperature:g}"
+            raise RolloutError(f"{line}: mend its overrides")
+        [(own, _), found] = [*wanted.items()][-1]
+        check_learnable(own)
+        return found if own == learned else replace(found, temperature=own)
 
     def end(self) -> None:
         """Refuse the waiting requests, and stop the server."""
