@@ -21,6 +21,7 @@ from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.rollout.types import Sample
 from grpo.system.global_state import put_back
+from grpo.system.words import plural
 from grpo.training.callbacks.health import untaught
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -65,7 +66,7 @@ def gold(probe: Probe) -> Checked:
     deceived = sum(right(row, wrong) for row, wrong in broken)
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
     text = f"{in_file} right answers are as the file has them, {text}" if in_file else text
-    text += f", {fooled} answers of other rows and {deceived} damaged ones are"
+    text += f", {plural(fooled, 'answer')} of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
     return judged(not missed and not fooled and not deceived, text, remedy)
 
@@ -108,8 +109,8 @@ def turns(probe: Probe) -> Checked:
     if not several:
         return Checked("SKIP", "every episode has one turn")
     rows = [rows_of_turns(sample.turns) for sample in several]
-    count = sum(map(len, rows))
-    text = f"{sum(len(sample.turns) for sample in several)} turns of {len(several)} episodes are {count} rows"
+    count, turned = sum(map(len, rows)), sum(len(sample.turns) for sample in several)
+    text = f"{plural(turned, 'turn')} of {plural(len(several), 'episode')} are {plural(count, 'row')}"
     if count == len(several):
         return Checked("PASS", text)
     tokens = sum(len(row.prompt_ids) + len(row.ids) for of_episode in rows for row in of_episode)

@@ -206,7 +206,7 @@ def test_claims_that_hang_are_reported_and_end_nothing(monkeypatch, caplog):
     monkeypatch.setattr(estimates_module, "TIMEOUT", 0.05)
     found = columns(Hangs(), [[sample(True)]])
     assert found == {"gold": [[None]]}
-    assert "claims failed on 1 samples, the first: TimeoutError: it took longer than 0.05 s" in caplog.text
+    assert "claims failed on 1 sample, the first: TimeoutError: it took longer than 0.05 s" in caplog.text
 
 
 def test_a_mixture_is_told_source_by_source():
