@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from grpo.apps.sweep.jobs import Job
 from grpo.system import child
+from grpo.system.console import console
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
@@ -71,7 +71,7 @@ class Sweep:
         self.folder, self.command, self.places, self.again = folder, command, places, again
         self.jobs: list[Job] = []
         self.began = False
-        self.console = Console(highlight=False, markup=False, soft_wrap=True)
+        self.console = console(highlight=False, markup=False, soft_wrap=True)
         self.record = folder / "jobs.json"  # the overrides of each job, in the order of their numbers
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = (folder / ".lock").open("a")

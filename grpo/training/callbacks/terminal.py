@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -18,6 +18,7 @@ from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT
+from grpo.system.console import console
 from grpo.system.errors import StopError
 from grpo.system.metrics import percent, require_metric, written
 from grpo.system.ranges import Count, Whole
@@ -88,7 +89,7 @@ class Terminal(L.Callback):
             require_metric("callbacks.terminal.columns", name)
         self.folder, self.num_rollouts = Path(folder), num_rollouts
         self.samples, self.samples_every, self.every, self.columns = samples, samples_every, every, columns
-        self.console = Console()
+        self.console = console()
         self.learned: list[Mapping[str, float]] = []  # metrics of this process's rollouts
         self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
         self.progress = Live(Text("first rollout ..."), console=self.console, transient=True, auto_refresh=False)
