@@ -30,7 +30,7 @@ def compared(config: DictConfig) -> float:
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
     from grpo.runs.comparison import arms_of, compare
-    from grpo.system.console import console
+    from grpo.system.output.console import console
 
     comparison = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
     write_json(Path(config.output_dir) / "metrics.json", comparison)
@@ -71,7 +71,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
-    from grpo.system.console import console
+    from grpo.system.output.console import console
 
     quiet()  # again, because importing lightning sets its log levels
     out = console()

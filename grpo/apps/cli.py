@@ -77,9 +77,9 @@ def run(main: Callable[[], object], config_name: str) -> None:
     with one_line_errors(config_name), sweep.reported():
         arguments = get_args_parser().parse_args()
         if arguments.help:
-            from grpo.config.help import USAGE, described
+            from grpo.config.overview import help_text
 
-            print(USAGE, described(config_name, arguments.overrides), sep="\n\n")
+            print(help_text(config_name, arguments.overrides))
         else:
             witness.watch()
             if config_name == "train" and not arguments.multirun:

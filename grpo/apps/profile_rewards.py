@@ -32,7 +32,7 @@ from grpo.rollout.rewarding import Scorer
 from grpo.rollout.types import TIMEOUT
 from grpo.system.errors import RewardError, UserError
 from grpo.system.files import strict_json
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 
 def read(file: Path) -> list[dict]:

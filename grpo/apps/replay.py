@@ -14,7 +14,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.preflight.learning import backward
 from grpo.system.errors import UserError
 from grpo.system.loading import not_finite
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 from grpo.training.checkpoints import PlainCheckpoints, fault_of
 from grpo.training.module import GRPOModule
 

@@ -11,7 +11,7 @@ from grpo.evaluation.display import grid, share_with_interval
 from grpo.evaluation.resumable import Scorecard
 from grpo.evaluation.statistics import Estimate
 from grpo.system.metrics import is_result, percent, written
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 
 class Bar(Progress):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo.system.errors import UserError
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from grpo.env.types import Action, State
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 

@@ -7,7 +7,7 @@ from rich.table import Column, Table
 
 from grpo.evaluation.statistics import Estimate
 from grpo.system.metrics import is_result, percent, written
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, title: str | None = None) -> Table:

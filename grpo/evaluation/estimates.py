@@ -23,7 +23,7 @@ from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
 from grpo.system.errors import error_line
 from grpo.system.metrics import about, name_of_part
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 

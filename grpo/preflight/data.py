@@ -22,7 +22,7 @@ from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.rollout.types import Sample
 from grpo.system.global_state import put_back
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 from grpo.training.callbacks.health import untaught
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer

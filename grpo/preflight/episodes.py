@@ -17,7 +17,7 @@ from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import StopError
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 LIKELIER = 0.5  # nats per token by which a start token in front may make a prompt likelier
 PATIENCE = 4.0  # seconds, or a part of the checks' time: slow rewards are asked again only for as many groups as fit in

@@ -12,7 +12,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system import distributed
 from grpo.system.loading import not_finite
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 

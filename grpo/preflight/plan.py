@@ -13,7 +13,7 @@ from grpo.preflight.forecast import Part, human, largest_phase
 from grpo.preflight.probe import Probe
 from grpo.rollout.samples_table import records, write
 from grpo.system import distributed
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.samples import Samples
 from grpo.training.trainer import callbacks_of

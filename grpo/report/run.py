@@ -18,7 +18,7 @@ from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run, numbered, samples_in
 from grpo.runs.token_texts import token_texts
 from grpo.system.metrics import percent
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 

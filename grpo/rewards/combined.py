@@ -25,9 +25,9 @@ from grpo.rewards.resolve import Function, Functions, locate, module_of, reward_
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import RewardError, UserError, error_line
 from grpo.system.global_state import put_back
+from grpo.system.output.words import plural
 from grpo.system.progress import Progress, progress, scheduled
 from grpo.system.witness import seen
-from grpo.system.words import plural
 
 log = logging.getLogger(__name__)
 

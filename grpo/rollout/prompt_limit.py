@@ -15,8 +15,8 @@ from grpo.rollout.types import Limits
 from grpo.system.calls import awaited
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 from grpo.system.ranges import Count, enforced
-from grpo.system.words import plural
 
 log = logging.getLogger(__name__)
 

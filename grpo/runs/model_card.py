@@ -14,7 +14,7 @@ from grpo.evaluation.estimates import as_json
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
 from grpo.system.metrics import written
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 PRESETS = Path(__file__).parents[2] / "conf" / "algo"
 TEMPLATE = str(Path(__file__).with_name("model_card.md.jinja"))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo.system.distributed import local
 from grpo.system.errors import UserError
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 # arguments of from_pretrained: report, do not raise
 STRICT = {"output_loading_info": True, "ignore_mismatched_sizes": True}

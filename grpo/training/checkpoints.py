@@ -33,7 +33,7 @@ from grpo.system.distributed import full, local
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import surviving
 from grpo.system.loading import not_finite
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 from grpo.system.ranges import Count, Positive, Share, enforced
-from grpo.system.words import plural
 from grpo.training.meter import Means
 
 log = logging.getLogger(__name__)

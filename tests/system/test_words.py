@@ -1,7 +1,7 @@
 """Counts in sentences, and a line of a run that has one of everything."""
 
 from grpo.preflight.plan import RunPlan
-from grpo.system.words import plural
+from grpo.system.output.words import plural
 
 
 def test_one_is_no_plural():

@@ -15,8 +15,8 @@ from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
 from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
-from grpo.system.console import console
 from grpo.system.errors import UserError
+from grpo.system.output.console import console
 from grpo.training.callbacks.summary import summary
 from grpo.training.callbacks.terminal import Terminal, sample_panel, status
 from train import train

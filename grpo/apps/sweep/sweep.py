@@ -21,12 +21,12 @@ from rich.text import Text
 
 from grpo.apps.sweep.jobs import Job
 from grpo.system import child
-from grpo.system.console import console
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
+from grpo.system.output.console import console
+from grpo.system.output.words import plural
 from grpo.system.secrets import masked_argument
-from grpo.system.words import plural
 
 POLL = 0.2  # seconds between two checks of the jobs
 

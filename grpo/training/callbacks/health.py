@@ -19,8 +19,8 @@ from grpo.runs.health import Watch
 from grpo.system.errors import AlarmError, UserError
 from grpo.system.loading import not_finite
 from grpo.system.metrics import WATCHED
+from grpo.system.output.words import plural
 from grpo.system.ranges import require
-from grpo.system.words import plural
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.trainer import callbacks_of

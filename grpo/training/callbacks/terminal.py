@@ -18,9 +18,9 @@ from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT
-from grpo.system.console import console
 from grpo.system.errors import StopError
 from grpo.system.metrics import percent, require_metric, written
+from grpo.system.output.console import console
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint

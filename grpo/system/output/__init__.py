@@ -1,0 +1,1 @@
+"""What programs print: the console, and counts in sentences."""
