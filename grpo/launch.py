@@ -22,7 +22,7 @@ from grpo.apps.cli import one_line_errors
 from grpo.config.composing import composed
 from grpo.config.validation import check_values
 from grpo.system.errors import UserError
-from grpo.system.secrets import learn, masked_argument
+from grpo.system.output.secrets import learn, masked_argument
 
 TEMPLATES = Path(__file__).parent / "apps"
 ROOT = TEMPLATES.parents[1]

@@ -35,7 +35,7 @@ from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
-from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
+from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
 from grpo.system.stop import leave_early, on_signals
 

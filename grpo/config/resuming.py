@@ -16,8 +16,8 @@ from grpo.config.composing import composed, literal
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import write_text
+from grpo.system.output.secrets import MASK, masked_values
 from grpo.system.output.words import plural
-from grpo.system.secrets import MASK, masked_values
 from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)

@@ -164,9 +164,8 @@ def metric_table() -> str:
 
 def healthy(metric: Metric) -> str:
     """Return the range of a metric in healthy runs, as text; empty if it has none."""
-    if (
-        not metric.advice or metric.high == metric.stop < math.inf
-    ):  # the latter ends a run, and says nothing of its health
+    only_ends = metric.high == metric.stop < math.inf  # such a bound says nothing of health
+    if not metric.advice or only_ends:
         return ""
     if metric.jump < math.inf:
         return f"at most {metric.jump:g} times its median"

@@ -25,8 +25,8 @@ from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
 from grpo.system.output.console import console
+from grpo.system.output.secrets import masked_argument
 from grpo.system.output.words import plural
-from grpo.system.secrets import masked_argument
 
 POLL = 0.2  # seconds between two checks of the jobs
 
