@@ -164,11 +164,11 @@ def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
     assert count.inner_text() == f"{holds.sum()} of 8 samples"
     page.locator("#search").fill("")
 
-    page.get_by_role("button", name="reward").click()
+    page.locator("[data-sort=reward]").click()
     rewards = [float(row[2]) for row in table(page, "samples")]
     assert rewards == pytest.approx(sorted(samples["reward"], reverse=True), rel=1e-3)
-    page.get_by_role("button", name="advantage").click()
-    page.get_by_role("button", name="advantage").click()
+    page.locator("[data-sort=advantage]").click()
+    page.locator("[data-sort=advantage]").click()
     assert [float(row[3]) for row in table(page, "samples")] == pytest.approx(sorted(samples["advantage"]), rel=1e-3)
 
     page.locator(".list tbody button").first.press("Enter")  # by keyboard
