@@ -320,7 +320,8 @@ def test_the_client_of_trl(server, toy_model, monkeypatch):
     client = pytest.importorskip("trl.generation.vllm_client")
     monkeypatch.setattr(client, "is_vllm_available", lambda: True)
     theirs = client.VLLMClient(server.url)
-    assert theirs.model == server("/info")["model"] and theirs.get_world_size() == 1
+    (listed,) = server("/v1/models")["data"]
+    assert theirs.model == listed["id"] and theirs.get_world_size() == 1
     of_trl(theirs.generate(["12", "1"], **TRL), toy_model, [[22, 23], [22]])
     of_trl(theirs.generate([PROMPT], **TRL), toy_model, [PROMPT])
     conversations = [[{"role": "user", "content": text}] for text in ("12 + 7?", "coins")]
