@@ -7,7 +7,6 @@ from pathlib import Path
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.console import Console
 
 from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
 from grpo.config.composing import CONF
@@ -31,10 +30,11 @@ def compared(config: DictConfig) -> float:
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
     from grpo.runs.comparison import arms_of, compare
+    from grpo.system.output.console import console
 
     comparison = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
     write_json(Path(config.output_dir) / "metrics.json", comparison)
-    show_comparison(Console(), comparison)
+    show_comparison(console(), comparison)
     return comparison["comparisons"][0]["difference"]["value"]
 
 
@@ -71,9 +71,10 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
+    from grpo.system.output.console import console
 
     quiet()  # again, because importing lightning sets its log levels
-    console = Console()
+    out = console()
     if config.run:
         config = as_in_run(config, overrides)
     check_values(config)
@@ -85,8 +86,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             f"{folder} has an evaluation with other values: {', '.join(changed[:3])}{more}; set hydra.run.dir to a new folder"
         )
     if found := finished(folder):
-        show(console, config.task._target_.rpartition(".")[2], found)
-        console.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
+        show(out, config.task._target_.rpartition(".")[2], found)
+        out.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
         also(config.export, folder)
         return found["eval/accuracy"]["value"]
     evaluator = instantiate(config.eval)
@@ -115,7 +116,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),
             trainer.precision_plugin.forward_context(),
             on_disk(folder / "samples.failed.parquet"),
-            Bar(console, len(examples)) as bar,
+            Bar(out, len(examples)) as bar,
         ):
             todo = [places for places in evaluator.batches(len(examples)) if not card.has(places)]
             bar.begin(card)
@@ -126,12 +127,12 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             speed = card.speed
             found = card.finish()
     except KeyboardInterrupt:
-        console.print(f"stopped; to resume, repeat the command with hydra.run.dir={folder}", soft_wrap=True)
+        out.print(f"stopped; to resume, repeat the command with hydra.run.dir={folder}", soft_wrap=True)
         raise
     engine.close()
 
-    show(console, config.task._target_.rpartition(".")[2], found)
-    console.print(f"{pretrained.path}: {speed}; written to {folder}", soft_wrap=True)
+    show(out, config.task._target_.rpartition(".")[2], found)
+    out.print(f"{pretrained.path}: {speed}; written to {folder}", soft_wrap=True)
     also(config.export, folder)
     return found["eval/accuracy"]["value"]
 

@@ -25,7 +25,7 @@ from grpo.apps.skypilot import skypilot_values
 from grpo.config.composing import composed
 from grpo.config.validation import check_values
 from grpo.system.errors import UserError
-from grpo.system.secrets import learn, masked_argument
+from grpo.system.output.secrets import learn, masked_argument
 
 TEMPLATES = Path(__file__).parent / "apps"
 ROOT = TEMPLATES.parents[1]

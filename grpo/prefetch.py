@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from grpo.apps.cli import one_line_errors, quiet
 from grpo.config.composing import composed
 from grpo.config.validation import check_values
+from grpo.system.output.words import plural
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     check_values(config)
     task, pretrained = instantiate(config.task), instantiate(config.model)
     for split in ("train", config.eval.split):
-        print(f"{split}: {len(task.examples(split))} examples")
+        print(f"{split}: {plural(len(task.examples(split)), 'example')}")
     pretrained.tokenizer()
     pretrained.model(mapped=True)  # complete, but in its files
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")

@@ -208,7 +208,7 @@ class Musique:
             columns = ("question", "answerable")
             answerable = rows_where(lambda row: row.get("answerable") is not False, rows, columns)
             if not answerable:
-                raise UserError(f"none of the {len(rows)} rows of the split {split!r} is an answerable question")
+                raise UserError(f"no row of the split {split!r} ({len(rows):,}) is an answerable question")
             self.kept[split] = answerable
         return self.kept[split]
 

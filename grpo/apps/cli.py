@@ -39,7 +39,7 @@ from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
-from grpo.system.secrets import guard_logs, hidden, learn, masked_argument, masked_values
+from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
 from grpo.system.stop import leave_early, on_signals
 
@@ -81,9 +81,9 @@ def run(main: Callable[[], object], config_name: str) -> None:
     with one_line_errors(config_name), sweep.reported():
         arguments = parsed()
         if arguments.help:
-            from grpo.config.help import help_page
+            from grpo.config.overview import help_text
 
-            print(help_page(config_name, arguments.overrides))
+            print(help_text(config_name, arguments.overrides))
         else:
             witness.watch()
             if config_name == "train" and not arguments.multirun:
@@ -95,7 +95,7 @@ def parsed() -> Namespace:
     """Return flags and overrides of the command line. Raises UserError for a flag that Hydra does not have."""
 
     def refuse(reason: str) -> NoReturn:
-        raise UserError(f"{reason}; settings are KEY=VALUE, and --help lists them")
+        raise UserError(f"{reason}; settings are KEY=VALUE, and --help all lists them")
 
     parser = get_args_parser()
     parser.error = refuse

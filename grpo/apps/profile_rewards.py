@@ -32,6 +32,7 @@ from grpo.rollout.rewarding import Scorer
 from grpo.rollout.types import TIMEOUT
 from grpo.system.errors import RewardError, UserError
 from grpo.system.files import strict_json
+from grpo.system.output.words import plural
 
 
 def read(file: Path) -> list[dict]:
@@ -95,7 +96,7 @@ def report(rows: Sequence[dict], worst: int = 5) -> str:
     middle, high = np.percentile(ms, [50, 95])
     counts = Counter(row["outcome"] for row in rows)
     lines = [
-        f"{len(rows)} samples, ms each: median {middle:.3f}, 95 % {high:.3f}, worst {ms.max():.3f}",
+        f"{plural(len(rows), 'sample')}, ms each: median {middle:.3f}, 95 % {high:.3f}, worst {ms.max():.3f}",
         ", ".join(f"{name} {counts[name]}" for name in ("right", "wrong", "no_answer", "timeout", "error")),
         "slowest:",
     ]

@@ -14,6 +14,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.preflight.learning import backward
 from grpo.system.errors import UserError
 from grpo.system.loading import not_finite
+from grpo.system.output.words import plural
 from grpo.training.checkpoints import PlainCheckpoints, fault_of
 from grpo.training.module import GRPOModule
 
@@ -45,7 +46,7 @@ def replay(config: DictConfig) -> None:
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     broken = not_finite(gradients.items())
     norm = torch.stack([grad.float().norm() for grad in gradients.values()]).norm()
-    what = f"update {saved['updates']}, rollout {saved['rollout']}: {len(tokens)} rows"
+    what = f"update {saved['updates']}, rollout {saved['rollout']}: {plural(len(tokens), 'row')}"
     print(f"{what}, loss {loss:.4g}, gradient norm {norm:.4g}")
     first = f", first {broken[0]}" if broken else ""
     print(f"gradients that are not finite: {len(broken)} of {len(gradients)}{first}")

@@ -1,14 +1,17 @@
 """Prints evaluations and comparisons in the terminal."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grpo.evaluation.display import grid
+from grpo.evaluation.display import grid, share_with_interval
 from grpo.evaluation.resumable import Scorecard
+from grpo.evaluation.statistics import Estimate
 from grpo.system.metrics import is_result, percent, written
+from grpo.system.output.words import plural
 
 
 class Bar(Progress):
@@ -43,8 +46,11 @@ def with_interval(name: str, estimate: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def in_a_cell(name: str, metrics: Mapping[str, Any]) -> str:
-    """Return a metric and its interval as one text; "-" if it was not measured."""
-    return "{} ({})".format(*with_interval(name, metrics[name])) if name in metrics else "-"
+    """Return a share and its interval as one text, 76.5 % (70.2 to 81.8); "-" if it was not measured."""
+    if name not in metrics:
+        return "-"
+    known = {end: math.nan if number is None else number for end, number in metrics[name].items()}
+    return share_with_interval(Estimate(**known))
 
 
 def short(name: str) -> str:
@@ -65,26 +71,46 @@ def show(console: Console, title: str, metrics: Mapping[str, Any]) -> None:
         console.print(grid([column, *map(short, names), "problems"], rows))
 
 
+def same_as_accuracy(comparison: Mapping[str, Any], metric: str) -> bool:
+    """Return whether a metric has the values and the differences of eval/accuracy, and is another one."""
+
+    def numbers(name: str) -> list[Any]:
+        rows = [row for row in comparison["comparisons"] if row["metric"] == name]
+        return [[arm.get(name) for arm in comparison["arms"].values()], [{**row, "metric": None} for row in rows]]
+
+    return metric != "eval/accuracy" and numbers(metric) == numbers("eval/accuracy")
+
+
 def show_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
-    """Print a comparison: the arms, their metrics, and the differences with intervals and p-values."""
+    """Print a comparison: the arms, their metrics, and the differences with intervals and p-values, in tables for a terminal of
+    80 columns. A metric that is the same as accuracy in everything has a line, and no rows."""
     every, items = comparison["arms"], comparison["items"]
     for letter, arm in every.items():
         runs = "" if arm["runs"] == 1 else f" ({arm['runs']} runs)"
-        console.print(f"{letter}  {arm['name']}{runs}: {items[letter]} problems", soft_wrap=True, highlight=False)
-    metrics = [name for name in next(iter(every.values())) if name.startswith("eval/")]
-    rows = [(short(name), *(in_a_cell(name, arm) for arm in every.values())) for name in metrics]
-    console.print(grid([f"{items['common']} problems", *every], rows))
+        line = f"{letter}  {arm['name']}{runs}: {plural(items[letter], 'problem')}"
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    measured = [name for name in next(iter(every.values())) if name.startswith("eval/")]
+    metrics = [name for name in measured if not same_as_accuracy(comparison, name)]
+    rows = [(letter, *(in_a_cell(name, arm) for name in metrics)) for letter, arm in every.items()]
+    console.print(grid([plural(items["common"], "problem"), *(f"{short(name)} (95 %)" for name in metrics)], rows))
 
-    ps = {"p": "p_value", "p (Holm)": "p_holm"} if len(every) > 2 else {"p": "p_value"}
-    counts = ("better", "worse", "ties")
-    rows = [
-        (
-            f"{short(row['metric'])}, {row['arm']} - {row['against']}",
-            *with_interval(row["metric"], row["difference"]),
-            *(f"{row[key]:.3g}" for key in ps.values()),
-            *(str(row[name]) for name in counts),
-        )
-        for row in comparison["comparisons"]
-    ]
-    console.print(grid(["difference", "", "95 % interval", *ps, *counts], rows))
-    console.print("; ".join(dict.fromkeys(row["test"] for row in comparison["comparisons"])), highlight=False)
+    several = len(every) > 2  # comparisons, which are one family
+    ps = {"p": "p_value", "p (Holm)": "p_holm"} if several else {"p": "p_value"}
+    for name in metrics:
+        compared = [row for row in comparison["comparisons"] if row["metric"] == name]
+        rows = [
+            (
+                f"{row['arm']} - {row['against']}",
+                in_a_cell(name, {name: row["difference"]}),
+                *(f"{row[key]:.3g}" for key in ps.values()),
+                "/".join(str(row[count]) for count in ("better", "worse", "ties")),
+            )
+            for row in compared
+        ]
+        console.print(grid([short(name), "difference (95 %)", *ps, "better/worse/ties"], rows))
+    lines = ["; ".join(dict.fromkeys(row["test"] for row in comparison["comparisons"]))]
+    lines += [f"{short(name)} is the same in every number" for name in measured if name not in metrics]
+    if several:
+        lines.append(f"p (Holm): the {len(every) - 1} comparisons with A in one metric are one family")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)

@@ -64,7 +64,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if deleted and deleted[1] in known_keys(config_name, arguments):
         return f"~{deleted[1]}: its value is null, and Hydra deletes no null: give {deleted[1]}=0 ~{deleted[1]}"
     if deleted:
-        return f"~{deleted[1]}: there is no such key to leave out, and --help lists the keys"
+        return f"~{deleted[1]}: there is no such key to leave out, and --help all lists the keys"
     if "Config group override must be" in str(error):
         named = [a for a in arguments if (CONF / a.partition("=")[0]).is_dir()]
         wrong = [a for a in named if not (CONF / f"{a.replace('=', '/')}.yaml").is_file()]
@@ -100,7 +100,7 @@ def no_key(key: str, keys: Sequence[str], headers: tuple[str, ...] = SETTINGS) -
     if near := near or nearest(key, keys):
         hint = f"did you mean {near}?"
     else:
-        hint = f"{parent} has {listed}" if parent and listed else "--help lists them"
+        hint = f"{parent} has {listed}" if parent and listed else "--help all lists them"
     return f"there is no key {key!r}; {hint} (+{key}=... adds a new key)"
 
 
@@ -108,7 +108,7 @@ def _quote(argument: str) -> str:
     """Return what to do about an argument that Hydra's grammar cannot read."""
     key, equals, value = argument.partition("=")
     if not equals or not re.fullmatch(r"[+~]*[\w.@/-]+", key):
-        return "an argument is KEY=VALUE, and --help lists the keys"
+        return "an argument is KEY=VALUE, and --help all lists the keys"
     word = f"{key}={literal(value)}"
     whole = shlex.quote(word) if re.search(r'["$`!\\]', word) else f'"{word}"'
     inner = ", or each text in it" if value[:1] in ("[", "{") else ""

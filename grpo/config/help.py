@@ -4,7 +4,6 @@ Each phrase of the text is a comment in conf/: for a group, beside its line in t
 algo/grpo.yaml, for an axis of an algorithm); for an option, on the first line of its file; for a key, beside the key.
 """
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,18 +23,6 @@ HARD = "\xa0"  # a space at which no line ends
 OURS = ("_target_", "_partial_", "_convert_", "hydra")  # keys that --cfg shows and --help leaves out
 
 USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
-
-
-def help_page(config_name: str, words: Sequence[str] = ()) -> str:
-    """Return the text of --help. words: overrides, and names of groups or keys, to show these alone.
-
-    Raises UserError for a name that is neither.
-    """
-    names = [word for word in words if re.fullmatch(r"[\w./]+", word)]
-    overrides = [word for word in words if word not in names]
-    if not names:
-        return f"{USAGE}\n\n{described(config_name, overrides)}"
-    return "\n\n".join(described(config_name, overrides, name) for name in names)
 
 
 def described(config_name: str, overrides: Sequence[str] = (), only: str = "") -> str:

@@ -8,6 +8,7 @@ from grpo.env.intake import asked_for, reward_of
 from grpo.env.types import Example, Reward, Task, Trajectory
 from grpo.system.calls import awaited
 from grpo.system.errors import RewardError
+from grpo.system.output.words import plural
 
 LARGEST = 1e18  # of a reward: in float32 the variance of larger ones is infinite
 UNKNOWN = Reward(math.nan, False)
@@ -39,7 +40,9 @@ def score_group(
     else:
         rewards = [trajectory.reward or UNKNOWN for trajectory in trajectories]
     if len(rewards) != len(trajectories):
-        raise RewardError(f"{place_of(task)} gave {len(rewards)} rewards for {len(trajectories)} samples")
+        raise RewardError(
+            f"{place_of(task)} gave {plural(len(rewards), 'reward')} for {plural(len(trajectories), 'sample')}"
+        )
     return [_checked(task, i, reward) for i, reward in enumerate(rewards)]
 
 

@@ -22,6 +22,7 @@ from grpo.env.types import Action, State
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
+from grpo.system.output.words import plural
 
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 
@@ -97,7 +98,7 @@ class ToolEnv:
         """Runs a call and returns the tool's message. place: the index of the call in its message."""
         try:
             if place >= self.max_calls:
-                raise ToolError(f"no more than {self.max_calls} calls in one message")
+                raise ToolError(f"no more than {plural(self.max_calls, 'call')} in one message")
             if call.name not in self.specs:
                 raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
             check_arguments(self.specs[call.name], call.arguments)

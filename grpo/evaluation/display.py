@@ -7,6 +7,7 @@ from rich.table import Column, Table
 
 from grpo.evaluation.statistics import Estimate
 from grpo.system.metrics import is_result, percent, written
+from grpo.system.output.words import plural
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, title: str | None = None) -> Table:
@@ -30,7 +31,7 @@ def result_lines(after: int, estimates: Mapping[str, Estimate]) -> list[str]:
     for name in (name for name in estimates if name == "accuracy" or name.endswith("/accuracy")):
         place = name.removesuffix("accuracy")
         length = estimates.get(f"{place}length")
-        tokens = f", {length.value:.0f} tokens" if length and not math.isnan(length.value) else ""
+        tokens = f", {plural(round(length.value), 'token')}" if length and not math.isnan(length.value) else ""
         title = f"  {place.rstrip('/')}" if place else f"after {after}"
         lines.append(f"{title}: {share_with_interval(estimates[name])}{tokens}")
     return lines

@@ -23,6 +23,7 @@ from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
 from grpo.system.errors import error_line
 from grpo.system.metrics import about, name_of_part
+from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,9 @@ def columns(task: Task, groups: Sequence[Group], by: Sequence[str] = ()) -> dict
 
     rows = beside(all_rows, Thread.join)
     if failures:
-        log.warning("claims failed on %d samples, the first: %s; no accuracy_lenient", len(failures), failures[0])
+        log.warning(
+            "claims failed on %s, the first: %s; no accuracy_lenient", plural(len(failures), "sample"), failures[0]
+        )
     names = dict.fromkeys(name for group in rows for row in group for name in row)
     more = {name: [[row.get(name) for row in group] for group in rows] for name in names}
     return golds(task, groups) | more

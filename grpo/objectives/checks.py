@@ -19,6 +19,7 @@ from grpo.objectives.axes import clip_bounds, kl_in_reward
 from grpo.objectives.loss import policy_log_ratio, token_weights
 from grpo.objectives.trial import even_batch, random_batch, tried
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 from grpo.system.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def check_rollout(a: Algorithm, prompts: int, group_size: int, ahead: int, criti
     rows = prompts * group_size
     if rows % a.num_minibatches:
         valid = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        size = f"{rows} rows of a rollout ({prompts} prompts x {group_size} samples)"
+        size = f"{plural(rows, 'row')} of a rollout ({plural(prompts, 'prompt')} x {plural(group_size, 'sample')})"
         raise UserError(f"algo.num_minibatches={a.num_minibatches} does not divide the {size}; valid values: {valid}")
 
 

@@ -106,7 +106,7 @@ class PreflightCallback(L.Callback):
     def show_plan(self, probe: Probe) -> None:
         """Print the time of the checks and of the plan, and the plan."""
         if self.verdicts:
-            Console().print(f"preflight: {probe.allowance.line()}", highlight=False)
+            Console().print(f"preflight: {probe.allowance.line()}", soft_wrap=True, highlight=False)
         for line in self.plan.lines():
             Console().print(line, soft_wrap=True, highlight=False)
 

@@ -3,8 +3,9 @@
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from statistics import mean, pstdev
 from typing import Any
 
@@ -26,6 +27,7 @@ from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.rollout.types import Group, Sample
 from grpo.system.global_state import put_back
+from grpo.system.output.words import plural
 from grpo.training.callbacks.health import untaught
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
@@ -71,7 +73,7 @@ def gold(probe: Probe) -> Checked:
     deceived = sum(right(row, wrong) for row, wrong in broken)
     text = f"{len(answers) - len(missed)} of {len(answers)} right answers are right"
     text = f"{in_file} right answers are as the file has them, {text}" if in_file else text
-    text += f", {fooled} answers of other rows and {deceived} damaged ones are"
+    text += f", {plural(fooled, 'answer')} of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
     return judged(not missed and not fooled and not deceived, text, remedy)
 
@@ -114,8 +116,8 @@ def turns(probe: Probe) -> Checked:
     if not several:
         return Checked("SKIP", "every episode has one turn")
     rows = [rows_of_turns(sample.turns) for sample in several]
-    count = sum(map(len, rows))
-    text = f"{sum(len(sample.turns) for sample in several)} turns of {len(several)} episodes are {count} rows"
+    count, turned = sum(map(len, rows)), sum(len(sample.turns) for sample in several)
+    text = f"{plural(turned, 'turn')} of {plural(len(several), 'episode')} are {plural(count, 'row')}"
     if count == len(several):
         return Checked("PASS", text)
     tokens = sum(len(row.prompt_ids) + len(row.ids) for of_episode in rows for row in of_episode)
@@ -229,18 +231,21 @@ def shingles(text: str) -> set[int]:
 
 
 def held_out(probe: Probe) -> Checked:
-    """No held-out row is among the training rows, however it is written; near duplicates are counted. Where the environment draws
-    the problem from its seed, the same row is another problem: evaluations have seeds of their own."""
+    """No held-out row is among the training rows, however it is written; near duplicates are counted, without the words that most
+    training rows share. Where the environment draws the problem from its seed, the same row is another problem: evaluations have
+    seeds of their own."""
     (_, train), *others = probe.examples.items()
     if not others:
         return Checked("SKIP", "the run evaluates nothing")
     known = set(questions(train))
     if whole := len(known) == 1:  # the question is always the same: the rest of a row may be the problem
         known = set(questions(train, whole))
-    seen = set().union(*map(shingles, known))
+    counts = Counter(chain.from_iterable(map(shingles, known)))
+    common = {run for run, count in counts.items() if count > max(1, len(known) / 2)}
+    seen = counts.keys() - common
     asked = [text for _, rows in others for text in questions(rows, whole)]
     equal = sum(text in known for text in asked)
-    runs = [shingles(text) for text in asked if text not in known]
+    runs = [shingles(text) - common for text in asked if text not in known]
     near = sum(len(run & seen) > len(run) / 2 for run in runs if run)
     text = f"{equal} of {len(asked)} held-out rows are training rows; {near} more share most runs of {WORDS} words"
     if equal <= len(asked) / 100:

@@ -17,6 +17,7 @@ from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import StopError
+from grpo.system.output.words import plural
 
 LIKELIER = 0.5  # nats per token by which a start token in front may make a prompt likelier
 PATIENCE = 4.0  # seconds, or a part of the checks' time: slow rewards are asked again only for as many groups as fit in
@@ -121,7 +122,8 @@ def spelled_out(probe: Probe) -> Checked:
     if any(loses_spaces(text, tokenizer) for text in contents):
         remedy = "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json"
         return Checked("FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has none", remedy)
-    text = f"{len(turns_of(probe))} turns: {wrong_prompts} prompts and {wrong_answers} answers are not their texts"
+    wrong = f"{plural(wrong_prompts, 'prompt')} and {plural(wrong_answers, 'answer')}"
+    text = f"{plural(len(turns_of(probe)), 'turn')}: {wrong} are not their texts"
     remedy = "prompts are not what was rendered: look at the renderer and its tokenizer"
     if not wrong_prompts:
         remedy = "answers are not what was sampled, or of another turn: please report this"
@@ -153,7 +155,7 @@ def owners(probe: Probe) -> Checked:
                 recorded += [sample.reward.value for sample in mine]
                 alone += rescored(probe, mine)
         if not unlike(recorded, alone):
-            return Checked("PASS", f"{len(alone)} samples, scored alone, have their rewards")
+            return Checked("PASS", f"{plural(len(alone), 'sample')}, scored alone: the same rewards")
         if unlike(sorted(recorded), sorted(alone)):
             return Checked("SKIP", "rewards compare samples, or vary")
         again = [value for group in probe.groups for value in rescored(probe, group)][: len(alone)]

@@ -12,6 +12,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system import distributed
 from grpo.system.loading import not_finite
+from grpo.system.output.words import plural
 from grpo.training.loss_scale import in_float16
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
@@ -25,7 +26,7 @@ def all_weights(probe: Probe) -> Checked:
     renamed or of another shape."""
     named = dict(probe.module.policy.named_parameters())
     broken = not_finite(named.items())
-    text = f"{len(named)} tensors, none missing or of another shape, {len(broken)} not finite"
+    text = f"{plural(len(named), 'tensor')}, none missing or of another shape, {len(broken)} not finite"
     return judged(not broken, text, f"the checkpoint is damaged, the first one is {next(iter(broken), '')}")
 
 
@@ -47,7 +48,7 @@ def mask(probe: Probe) -> Checked:
     every = torch.arange(len(tokens), device=tokens.ids.device)
     cut = torch.cat([rows for rows, _ in probe.module.microbatches(tokens, every)]).sort().values
     count = sum(sample.length for sample in probe.samples)
-    text = f"{count} sampled tokens, {int(tokens.mask.sum())} masked; {wrong} of {len(probe.samples)} samples differ"
+    text = f"{plural(count, 'sampled token')}, {int(tokens.mask.sum())} masked; {wrong} of {len(probe.samples)} samples differ"
     return judged(not wrong and torch.equal(cut, every), text, "the loss would score other tokens: please report this")
 
 
@@ -65,7 +66,9 @@ def weights(probe: Probe) -> Checked:
     ours = probe.module.weighed(tokens, len(lengths) * world).weights
     sums = f"{float(ours.sum()):.6g} together, {float(right.sum()):.6g} by {algorithm.reduce}"
     equal = torch.allclose(ours, right, rtol=1e-4, atol=0)
-    return judged(equal, f"{int(total)} tokens weigh {sums}", "the loss weighs its tokens wrongly: please report this")
+    return judged(
+        equal, f"{plural(int(total), 'token')} weigh {sums}", "the loss weighs its tokens wrongly: please report this"
+    )
 
 
 @torch.no_grad()
@@ -109,7 +112,7 @@ def gradient(probe: Probe) -> Checked:
     apart = {name: float((other - first).norm()) / norm for name, other in gradients.items()}
     bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
-    size = f"{len(few)} rows, {int(few.attention_mask.sum())} tokens"
+    size = f"{plural(len(few), 'row')}, {plural(int(few.attention_mask.sum()), 'token')}"
     text = f"{size}, cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
     remedy = f"optim.layout={chosen[0]} or the loss depends on microbatches: set optim.layout=padded, or mend the loss"
     return judged(apart[worst] <= bound, text, remedy)

@@ -8,6 +8,7 @@ from scipy.stats import chi2
 
 from grpo.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system.distributed import full, part_of
+from grpo.system.output.words import plural
 
 FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
@@ -18,7 +19,7 @@ ENGINE = "an engine option, generation_config.json or a proxy changes the sampli
 def logprobs(probe: Probe) -> Checked:
     """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
     gap = mean_gap(probe.compared.rollout_logprobs, probe.passed[0], probe.compared)
-    text = f"mean gap {gap:.1e} nats over {int(probe.compared.mask.sum())} tokens, bound {probe.bound:.1e}"
+    text = f"mean gap {gap:.1e} nats over {plural(int(probe.compared.mask.sum()), 'token')}, bound {probe.bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
     return judged(gap <= probe.bound, text, remedy)
 

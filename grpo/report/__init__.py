@@ -19,6 +19,7 @@ import numpy as np
 from grpo.report.run import run_data
 from grpo.report.sweep import sweep_data
 from grpo.runs.runs import load
+from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
 
@@ -55,6 +56,9 @@ def document(
     """
     runs = load(folder)
     if runs[0].folder == folder:
+        if runs[0].evaluates:
+            how = f"its numbers are in metrics.json, and eval.py compare={folder},OTHER compares it"
+            raise UserError(f"{folder} is an evaluation, which has no page: {how}")
         runs[0].manifest.update(ending or {})
         data = run_data(runs[0], samples)
         data["live"] = live if data["status"] == "running" else None

@@ -16,6 +16,9 @@ const section = (id, title, ...children) => html("section", { id }, html("h2", {
 
 const unitOf = (name) => data.about[name]?.unit;
 
+/** Returns a count with its noun: 1 run, 2 runs. */
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 /** Returns a share in per cent, everywhere in the same form. */
 const perCent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`.replace("-", "−");
 
@@ -190,6 +193,10 @@ const legend = (labels, colours = labels.map((_, i) => i)) => html("div", { clas
   svg("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
     svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(colours[i]), "stroke-width": 4, "stroke-dasharray": dashes(colours[i]) })), ` ${label}`)));
 
+/** Returns a line of metrics that never change. valueOf(name): the value. */
+const constants = (names, valueOf, id) => html("p", { class: "soft", id }, "Constant: ",
+  names.map((name, i) => html("span", { title: meaning(name) }, `${i ? ", " : ""}${name} ${tell(valueOf(name), unitOf(name))}`)), ".");
+
 /**
  * Returns switches, groups of charts, and a checkbox for each metric that shows or hides its chart. drawn(name) returns its figure.
  * values(name): all its values; metrics that never change share one line instead of a chart each.
@@ -205,8 +212,7 @@ function curves(groups, names, drawn, values) {
       const found = wanted.filter((name) => shown.has(name) && !constant.includes(name));
       return found.length ? [html("h3", {}, title), html("div", { class: "charts" }, found.map(drawn))] : [];
     }));
-    if (constant.length) place.append(html("p", { class: "soft", id: "constant" }, "Constant: ",
-      constant.map((name, i) => html("span", { title: meaning(name) }, `${i ? ", " : ""}${name} ${tell(values(name)[0], unitOf(name))}`)), "."));
+    if (constant.length) place.append(constants(constant, (name) => values(name)[0], "constant"));
     view.shown = [...shown];
     keep();
   };

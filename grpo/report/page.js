@@ -42,14 +42,14 @@ function changes() {
   const shared = sharedStart(problems.map((one) => one.prompt));
   const verdictOf = ({ correct, reward }) => (by === "correct" ? (correct ? "right" : "wrong") : `reward ${tell(reward)}`);
   return [
-    html("p", {}, `${better} of ${of} held-out problems became ${good}, and ${worse} became ${bad}, between the evaluations after ${before} and after ${after} rollouts.`),
+    html("p", {}, `${better} of ${plural(of, "held-out problem")} became ${good}, and ${worse} became ${bad}, between the evaluations after ${before} and after ${plural(after, "rollout")}.`),
     ...problems.map((one) => {
       const sides = difference(one.before.completion, one.after.completion, false);
       return html("div", { class: "card problem" },
         html("div", { class: "text" }, one.prompt.slice(shared)),
         one.gold == null ? null : html("div", {}, html("span", { class: "soft" }, "right answer "), html("b", { class: "text gold" }, one.gold)),
         html("div", { class: "two" }, [one.before, one.after].map((side, i) => html("div", {},
-          html("div", { class: side.correct ? "good" : by === "correct" ? "bad" : "soft" }, `${i ? "after" : "before"}: ${verdictOf(side)}, ${side.tokens} tokens`),
+          html("div", { class: side.correct ? "good" : by === "correct" ? "bad" : "soft" }, `${i ? "after" : "before"}: ${verdictOf(side)}, ${plural(side.tokens, "token")}`),
           html("div", { class: "text" }, side.completion ? sides[i].map(([text, both]) => (both ? text : html(i ? "ins" : "del", {}, text))) : "(nothing)")))));
     })];
 }
@@ -63,8 +63,14 @@ function evaluations() {
     const bounds = data.intervals[name]?.[i];
     return bounds ? html("span", { class: "soft" }, ` ${(100 * bounds[0]).toFixed(1)} to ${(100 * bounds[1]).toFixed(1)}`) : null;
   };
-  return [table(["after rollouts", ...names.map((name) => name.slice(5))],
-    rows.map(([at, i]) => [String(at), ...names.map((name) => html("span", {}, tell(y[name][i], unitOf(name)), interval(name, i)))])),
+  const differs = (name, from) => rows.some(([, i]) => y[name][i] !== from(i));
+  const constant = names.filter((name) => rows.length > 1 && name !== "eval/accuracy" && !differs(name, () => y[name][rows[0][1]]));
+  const same = names.filter((name) => name === "eval/accuracy_lenient" && !constant.includes(name) && y["eval/accuracy"] && !differs(name, (i) => y["eval/accuracy"][i]));
+  const shown = names.filter((name) => !constant.includes(name) && !same.includes(name));
+  return [table(["after rollouts", ...shown.map((name) => name.slice(5))],
+    rows.map(([at, i]) => [String(at), ...shown.map((name) => html("span", {}, tell(y[name][i], unitOf(name)), interval(name, i)))])),
+    constant.length ? constants(constant, (name) => y[name][rows[0][1]], "constant-results") : null,
+    same.length ? html("p", { class: "soft" }, "accuracy_lenient is the same as accuracy.") : null,
     glossary(names.map((name) => [name.slice(5), meaning(name)]))];
 }
 
@@ -123,15 +129,17 @@ function sweep() {
     section("arms", "Arms", html("p", { class: "soft" }, WORDS), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
     section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds. Two or three seeds are drawn as thin lines; from four on, a band is the 95 % interval over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys."),
       legend(arms), html("div", { class: "row" }, html("label", {}, each, " every seed"), switches), place, picker),
-    section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${data.runs.length} runs did not finish.`) : null,
+    section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${plural(data.runs.length, "run")} did not finish.`) : null,
       table(["run", "arm", "seed", "status", "error", "accuracy"], links, 5)),
   ];
 }
 
 function folder() {
-  const rows = data.runs.map((one) => [html("a", { href: one.link }, one.name), one.status, one.started ?? "–", one.rollouts ?? "–", tell(one.accuracy, "share")]);
-  return [section("runs", "Runs", html("p", { class: "soft" }, "Pages are made when you open them. Accuracy is the latest held-out one."),
-    table(["run", "status", "started", "rollouts", "accuracy"], rows, 3))];
+  const rows = data.runs.map((one) => [html("a", { href: one.link }, one.name), one.arm, one.seed ?? "–", one.status, one.started ?? "–", one.rollouts ?? "–", tell(one.accuracy, "share")]);
+  const evaluated = data.evaluations.map((one) => [one.name, one.of, one.started ?? "–", one.problems ?? "–", tell(one.accuracy, "share")]);
+  return [section("runs", "Runs", html("p", { class: "soft" }, "Pages are made when you open them. Accuracy is the latest held-out one. The second column has the settings that differ between the runs."),
+    table(["run", "differs in", "seed", "status", "started", "rollouts", "accuracy"], rows, 5)),
+    ...(evaluated.length ? [section("evaluations", "Evaluations", table(["folder", "policy", "started", "problems", "accuracy"], evaluated, 3))] : [])];
 }
 
 const sections = { run, sweep, folder }[data.kind]();

@@ -18,6 +18,7 @@ from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run, numbered, samples_in
 from grpo.runs.token_texts import token_texts
 from grpo.system.metrics import percent
+from grpo.system.output.words import plural
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 
@@ -48,9 +49,12 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
 
 
 def run_title(run: Run) -> str:
-    """Return the title of a run: task, model, adapter, algorithm and seed."""
+    """Return the title of a run: task, model, adapter, algorithm and seed. A task or a model whose path the command line gave is
+    followed by the name of that file or folder."""
     chosen = run.choices or {"task": (run.config["task"] or {}).get("_target_", "none").rpartition(".")[2].lower()}
-    parts = [chosen[group] for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
+    given = {group: Path(run.overrides.get(f"{group}.path", "").strip("'\"")).name for group in ("task", "model")}
+    groups = [group for group in ("task", "model", "adapter", "algo") if chosen.get(group, "none") != "none"]
+    parts = [" ".join(filter(None, (chosen[group], given.get(group)))) for group in groups]
     return ", ".join([*parts, f"seed {run.seed}"])
 
 
@@ -89,7 +93,7 @@ def numbers(run: Run, intervals: Mapping[int, tuple[float, float]]) -> list[dict
         if count := len(values := run.curve(f"rollout/{name}")):
             few = max(1, min(5, count // 2))
             value = f"{values.iloc[:few].mean():{form}} → {values.iloc[-few:].mean():{form}}"
-            cards.append((label, value, f"in training, first and last {few} of {count} rollouts"))
+            cards.append((label, value, f"in training, first and last {few} of {plural(count, 'rollout')}"))
     if len(speed):
         cards.append(("tokens/s", f"{speed.median():,.0f}", f"median; {speed.min():,.0f} to {speed.max():,.0f}"))
     if run.minutes:
@@ -152,10 +156,13 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
             steps.append({"kind": kind, "rollout": rollout, "samples": rows})
             shown += len(table)
     add_pieces(run, steps)
-    left = f"All {total:,} samples are here." if total else "The run left no samples."
+    everything = f"All {total:,} samples are here." if total > 1 else "The only sample is here."
+    left = everything if total else "The run left no samples."
     if shown < total:
         where = "rollouts/, evaluations/ and discarded/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
-        left = f"{shown:,} of {total:,} samples are here, evenly spread over the run. All of them are in {where}."
+        left = (
+            f"{shown:,} of {plural(total, 'sample')} are here, evenly spread over the run. All of them are in {where}."
+        )
     steps.sort(key=lambda step: (step["kind"] != "rollout", step["rollout"]))
     return shorter(
         {

@@ -65,9 +65,8 @@ function groupsOf(step) {
     counts.set(why, (counts.get(why) ?? 0) + 1);
   }
   const whys = [...counts].map(([why, n]) => `${why} (${n})`).join(", ");
-  const groupWord = groups.length === 1 ? "group" : "groups";
-  if (gone) return `${groups.length} ${groupWord} shown that the policy did not learn from: ${whys}.`;
-  return `${groups.length} ${groupWord}, of which ${groups.length - idle.length} teach something${whys ? `; the others do not: ${whys}` : ""}.`;
+  if (gone) return `${plural(groups.length, "group")} shown that the policy did not learn from: ${whys}.`;
+  return `${plural(groups.length, "group")}, of which ${groups.length - idle.length} teach something${whys ? `; the others do not: ${whys}` : ""}.`;
 }
 
 function conversation(messages) {
@@ -150,14 +149,14 @@ function browser(data) {
       return html("tr", { click: () => read(sample), "aria-selected": String(sample === state.open) }, html("td", {}, open),
         html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", { "data-head": name }, tell(sample[name]))));
     });
-    count.textContent = `${found.length} of ${state.step.samples.length} samples`;
+    count.textContent = `${found.length} of ${plural(state.step.samples.length, "sample")}`;
     groups.textContent = state.step.kind === "evaluation" ? "" : groupsOf(state.step);
     place.replaceChildren(html("table", {}, html("thead", {}, html("tr", {}, heading("", "prompt and completion"), html("th", {}),
       columns.map(([name]) => heading(name, name)))), html("tbody", {}, rows)));
     if (found.length > state.limit) place.append(html("button", { click: () => { state.limit += PAGE; list(); } }, `${found.length - state.limit} more`));
   };
 
-  const read = (sample) => {
+  const read = (sample, asked = true) => {
     state.open = sample;
     if (sample.step !== state.step) go(steps.indexOf(sample.step));
     else list();
@@ -191,7 +190,7 @@ function browser(data) {
     const later = steps.filter((step) => step.kind === sample.step.kind).map((step) => (step === sample.step ? sample : same.find((other) => other.step === step))).filter(Boolean);
     const why = sample.step.kind === "discarded" ? reason(siblings) || "left out by the selection" : "";
     const columns = sample.example == null ? [] : Object.entries(data.examples[sample.example] ?? {});
-    detail.dataset.open = "";
+    if (asked) detail.dataset.open = ""; // somebody reads
     detail.replaceChildren(...[
       html("div", { class: "row" }, html("b", {}, `${stepName(sample.step)}, prompt ${sample.prompt_index}, sample ${sample.sample}`), html("span", { class: `pill ${style}` }, `${mark} ${word}`)),
       html("div", { class: "facts" }, Object.entries(facts).map(([name, value]) => html("div", {}, `${name} `, html("b", {}, String(value))))),
@@ -208,10 +207,11 @@ function browser(data) {
       ...(same.length ? [html("h3", {}, "Compare"), html("div", { class: "row" }, html("label", { for: "against" }, "compare with"), against,
         html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This page has no other sample of this question.")])].filter(Boolean));
     detail.scrollTop = 0;
-    if (matchMedia("(max-width: 760px)").matches) detail.scrollIntoView({ block: "start" });
+    if (asked && matchMedia("(max-width: 760px)").matches) detail.scrollIntoView({ block: "start" });
   };
 
-  list();
+  if (state.step.samples.length) read(state.step.samples[0], false);
+  else list();
   const turn = (by, label, text) => html("button", { "aria-label": label, click: () => go(steps.indexOf(state.step) + by) }, text);
   return [html("div", { class: "row" }, turn(-1, "previous", "◀"), pick, turn(1, "next", "▶"), search, kind, html("span", { class: "row" }, "reward", least, most), count),
     groups, html("div", { class: "browser" }, place, detail), glossary(COLUMNS)];

@@ -1,22 +1,22 @@
 """Shows all runs of a folder in a browser. A page is made when it is asked for, so it is of that moment."""
 
+import json
 import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from grpo.report import dictionary, document, page
 from grpo.report.run import minute
-from grpo.runs.runs import Run
+from grpo.runs.runs import Run, arms
 from grpo.system.errors import UserError
 
 REFRESH = 10.0  # seconds after which pages load themselves again
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of all runs and sweeps in a folder, at any depth."""
+    """Yield the folders of all runs, evaluations and sweeps in a folder, at any depth."""
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "config.yaml" in files:
@@ -27,24 +27,31 @@ def run_folders(folder: Path) -> Iterator[Path]:
 
 
 def index(folder: Path) -> str:
-    """Return the page of a folder: its runs and sweeps, the newest first."""
-    rows: list[dict[str, Any]] = []
-    for place in run_folders(folder):
-        run, name = Run(place), place.relative_to(folder).as_posix()
-        accuracy = run.accuracy
-        rows.append(
-            {
-                "name": name if name != "." else place.resolve().name,
-                "link": quote(f"/{name}/report.html"),
-                "status": run.status if run.config else "sweep",
-                "rollouts": run.manifest.get("rollouts"),
-                "accuracy": accuracy.iloc[-1] if len(accuracy) else None,
-                "started": minute(run.manifest.get("started")),
-            }
-        )
-    rows.sort(key=lambda row: row["started"] or "", reverse=True)
-    about = {"kind": "folder", "name": f"Runs of {folder.resolve().name}", "facts": [], "numbers": []}
-    return page({**about, "runs": rows, "metrics": {}, "live": REFRESH, **dictionary(())})
+    """Return the page of a folder: its runs and sweeps with the settings in which the runs differ, and its evaluations, the
+    newest first."""
+    found = [Run(place) for place in run_folders(folder)]
+    trained = [run for run in found if run.config and not run.evaluates]
+    by_arm = arms(trained)
+    arm_of = {run: arm for arm, members in by_arm.items() for run in members} if len(by_arm) > 1 else {}
+    runs, evaluations = [], []
+    for run in sorted(found, key=lambda run: run.manifest.get("started") or "", reverse=True):
+        path = run.folder.relative_to(folder).as_posix()
+        line = {
+            "name": path if path != "." else run.name,
+            "started": minute(run.manifest.get("started")),
+        }
+        if run.evaluates:
+            accuracy = run.saved("metrics.json", json.loads).get("eval/accuracy", {})
+            policy = run.config["model"]["path"]
+            evaluations.append(line | {"of": policy, "problems": accuracy.get("n"), "accuracy": accuracy.get("value")})
+            continue
+        line |= {"link": quote(f"/{path}/report.html"), "status": run.status if run.config else "sweep"}
+        line |= {"arm": arm_of.get(run, ""), "seed": str(run.seed) if run.config else None}
+        line |= {"rollouts": run.manifest.get("rollouts")}
+        runs.append(line | {"accuracy": run.accuracy.iloc[-1] if len(run.accuracy) else None})
+    about = {"kind": "folder", "name": f"All runs in {folder.resolve()}", "facts": [], "numbers": []}
+    data = {**about, "runs": runs, "evaluations": evaluations, "metrics": {}, "live": REFRESH}
+    return page({**data, **dictionary(())})
 
 
 def answer(folder: Path, path: str) -> tuple[int, str]:

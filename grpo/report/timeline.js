@@ -1,6 +1,6 @@
 // The timeline of a run: what the trainer did when, drawn, and as a file for Perfetto or chrome://tracing.
 
-const KINDS = ["rollout", "update", "sync", "evaluation", "idle", "scoring", "rollout ahead"];
+const KINDS = ["rollout", "update", "sync", "evaluation", "idle", "scoring", "rollout ahead", "preparation"];
 const BESIDE = ["scoring", "rollout ahead"]; // they overlap the others
 const LANES = ["trainer", ...BESIDE];
 
@@ -17,10 +17,11 @@ function spans(x, y) {
   x.forEach((rollout, i) => {
     const started = y["time/started"]?.[i] ?? null;
     if (started != null) {
-      if (started < last) base = at; // another process
+      const begins = started < last || last < 0; // the first process, or another one
+      if (started < last) base = at;
       last = started;
-      add("idle", rollout, Math.max(0, base + started - at));
-    } else if (!i) add("idle", rollout, Math.max(0, first - of("eval", i))); // the evaluation comes right before the first rollout
+      add(begins ? "preparation" : "idle", rollout, Math.max(0, base + started - at));
+    } else if (!i) add("preparation", rollout, Math.max(0, first - of("eval", i))); // the evaluation comes right before the first rollout
     const begun = at;
     add("sync", rollout, of("sync", i));
     add("rollout", rollout, of("rollout", i));
@@ -49,7 +50,7 @@ function timeline(x, y) {
   const [wide, tall, row] = [1200, 24 * lanes.length + 20, 24];
   const picture = svg("svg", { viewBox: `0 0 ${wide} ${tall}`, preserveAspectRatio: "none", role: "img", "aria-label": "timeline of the run" },
     all.map(({ kind, rollout, start, seconds }) => svg("rect", { x: (start / end) * wide, width: Math.max(0.3, (seconds / end) * wide),
-      y: 2 + row * Math.max(0, lanes.indexOf(kind)), height: row - 4, fill: colour(KINDS.indexOf(kind)), opacity: kind === "idle" ? 0.35 : 1 },
+      y: 2 + row * Math.max(0, lanes.indexOf(kind)), height: row - 4, fill: colour(KINDS.indexOf(kind)), opacity: ["idle", "preparation"].includes(kind) ? 0.35 : 1 },
       svg("title", {}, `rollout ${rollout}, ${kind}: ${tell(seconds, "seconds")} from ${tell(start, "seconds")}`))));
   const marks = html("div", { class: "marks soft" }, [0, 1, 2, 3, 4].map((n) => html("span", {}, n ? tell((n * end) / 4, "seconds") : "0 s")));
   const inner = html("div", {}, picture, marks);
@@ -64,6 +65,6 @@ function timeline(x, y) {
   const kinds = KINDS.filter((kind) => sum(kind) > 0);
   const labels = kinds.map((kind) => `${kind} ${tell(sum(kind), "seconds")} (${perCent(sum(kind) / end)})`);
   return html("div", { class: "card" },
-    html("p", { class: "soft" }, "What the trainer did when. Idle is what none of the others explains, such as the preflight and writing checkpoints. Scoring overlaps sampling: its bar has its length and ends with the rollout. Perfetto and chrome://tracing open the file."),
+    html("p", { class: "soft" }, "What the trainer did when. Preparation is what comes before the first evaluation or rollout, such as the preflight, also of a resumed run. Idle is what none of the others explains, such as writing checkpoints. Scoring overlaps sampling: its bar has its length and ends with the rollout. Perfetto and chrome://tracing open the file."),
     legend(labels, kinds.map((kind) => KINDS.indexOf(kind))), html("div", { class: "scroll" }, inner), html("div", { class: "row" }, zoom, save));
 }

@@ -25,6 +25,7 @@ from grpo.rewards.resolve import ALWAYS, TRL_GIVES, Function, Functions, lacks, 
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import RewardError, UserError, error_line
 from grpo.system.global_state import put_back
+from grpo.system.output.words import plural
 from grpo.system.progress import Progress, progress, scheduled
 from grpo.system.witness import seen
 
@@ -196,13 +197,13 @@ def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
     if isinstance(values, BaseException):
         raise RewardError(f"{function} raised {error_line(values)}") from values
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
-        raise RewardError(f"{function} gave {type(values).__name__}, not a list of {count} values")
+        raise RewardError(f"{function} gave {type(values).__name__}, not a list of {plural(count, 'value')}")
     try:  # a generator may have no end
         values = list(values if isinstance(values, Sized) else islice(values, count + 1))
     except Exception as error:
         raise RewardError(f"{function} raised {error_line(error)}") from error
     if len(values) != count:
-        raise RewardError(f"{function} gave {len(values)} values for {count} completions")
+        raise RewardError(f"{function} gave {plural(len(values), 'value')} for {plural(count, 'completion')}")
     for sample, value in enumerate(values):
         if isinstance(value, Reward) or value is None:
             continue

@@ -15,6 +15,7 @@ from grpo.rollout.types import Limits
 from grpo.system.calls import awaited
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 from grpo.system.ranges import Count, enforced
 
 log = logging.getLogger(__name__)
@@ -147,14 +148,16 @@ class PromptLimit:
         for i in range(min(len(examples), most) if refuse and self.by_context else len(examples)):
             lengths.append(prompt_tokens(task, examples[i], renderer))
             if refuse and lengths[i] > self.max_tokens:
-                line = f"the prompt of {split} example {i + 1} has {lengths[i]} tokens, and {self.why}"
+                line = f"the prompt of {split} example {i + 1} has {plural(lengths[i], 'token')}, and {self.why}"
                 raise UserError(f"{line}: lower max_tokens, or set prompt_limit.too_long to drop or truncate")
         fits = [i for i, length in enumerate(lengths) if length <= self.max_tokens]
         if refuse or len(fits) == len(examples):
             return examples
         if not fits:
-            line = f"prompt_limit.max_tokens={self.max_tokens} removes all {len(examples)} examples of the split"
-            raise UserError(f"{line} {split!r}; the longest has {max(lengths)} tokens: raise it")
+            line = (
+                f"prompt_limit.max_tokens={self.max_tokens} removes all {plural(len(examples), 'example')} of the split"
+            )
+            raise UserError(f"{line} {split!r}; the longest has {plural(max(lengths), 'token')}: raise it")
         left_out = f"{len(examples) - len(fits)} of {len(examples)} prompts"
         log.info("%s: %s are longer than %d tokens and left out", split, left_out, self.max_tokens)
         return picked(examples, fits)

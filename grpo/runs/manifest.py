@@ -23,7 +23,7 @@ from grpo.runs.provenance import git, keep_code
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, one_line
 from grpo.system.files import LOST, surviving, write_json
-from grpo.system.secrets import hidden, masked_argument
+from grpo.system.output.secrets import hidden, masked_argument
 
 PACKAGES = (
     "torch",

@@ -14,6 +14,7 @@ from grpo.evaluation.estimates import as_json
 from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
 from grpo.system.metrics import written
+from grpo.system.output.words import plural
 
 PRESETS = Path(__file__).parents[2] / "conf" / "algo"
 TEMPLATE = str(Path(__file__).with_name("model_card.md.jinja"))
@@ -42,7 +43,8 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
         tags=list(dict.fromkeys(["grpo", "reinforcement-learning", task, algo, *public(theirs.tags or [])])),
     )
     numbers = [f"[arXiv {number}](https://arxiv.org/abs/{number})" for number in papers(algo)]
-    size = f"{config['rollout']['prompts']} prompts with {config['rollout']['group_size']} samples"
+    rollout = config["rollout"]
+    size = f"{plural(rollout['prompts'], 'prompt')} with {plural(rollout['group_size'], 'sample')}"
     facts = {
         "base model": f"`{base if isinstance(base, str) else base['_target_']}`",
         "trained": "an adapter" if adapter else "all parameters",
@@ -126,8 +128,8 @@ def in_words(accuracy: Estimate | None, evaluation: dict[str, Any], monitor: str
     """Return the held-out accuracy as a phrase. evaluation: the run's `eval` configuration. monitor: what chooses `best`."""
     if accuracy is None or not accuracy.n:
         return "not measured after this rollout" if accuracy is None else "unknown: no answer was graded"
-    how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{evaluation['samples']} samples each"
+    how = "greedy" if evaluation["sampling"]["temperature"] == 0 else f"{plural(evaluation['samples'], 'sample')} each"
     interval = "" if math.isnan(accuracy.low) else f"95 % interval {accuracy.low:.1%} to {accuracy.high:.1%}, "
-    which = f"{accuracy.n} example{'s' * (accuracy.n > 1)} of the split `{evaluation['split']}`, {how}"
+    which = f"{plural(accuracy.n, 'example')} of the split `{evaluation['split']}`, {how}"
     bias = "; the same examples choose the best policy of the run, so this is slightly optimistic"
     return f"{accuracy.value:.1%}, {interval}on {which}{bias if monitor == 'eval/accuracy' else ''}"

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from grpo.system.files import surviving, write_text
-from grpo.system.secrets import hidden
+from grpo.system.output.secrets import hidden
 
 log = logging.getLogger(__name__)
 

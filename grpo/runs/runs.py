@@ -25,7 +25,7 @@ from grpo.system.settings import flat
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
 # keys that may differ between runs of one arm
 SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
-SHOWN = ("callbacks", "logger", "preflight")  # groups that may differ, too
+SHOWN = ("callbacks", "logger", "hydra", "preflight")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 # PyYAML's parser in C, if there is one, takes a tenth of the time
 read_yaml = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -60,6 +60,11 @@ class Run:
         """The last configuration of the run, every value resolved; {} if it has none."""
         later = self.saved("config_changes.yaml")
         return later[-1]["config"] if later else self.saved("config.yaml")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the folder is an evaluation of eval.py, which has no rollouts and no page."""
+        return bool(self.config) and "rollout" not in self.config
 
     @cached_property
     def overrides(self) -> dict[str, str]:

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.rollout.samples_table import conversation_of
 from grpo.runs.runs import Run
+from grpo.system.output.secrets import hidden
 from grpo.system.ranges import Seconds
-from grpo.system.secrets import hidden
 from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)

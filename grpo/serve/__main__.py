@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
         from grpo.serve.api import Server
         from grpo.serve.batching import Batching
         from grpo.serve.served_weights import ServedWeights
-        from grpo.serve.service import Service
+        from grpo.serve.service import Service, served_name
     except ImportError as error:
         raise UserError(f"a server needs more libraries ({error}): pip install '.[serve]'") from error
     check_port(host, port)
@@ -92,14 +92,18 @@ def main(arguments: Sequence[str]) -> None:
         batching = Batching(lambda: instantiate(config.engine))
         weights = ServedWeights(pretrained, device, config.weights_from)
         limits = instantiate(config.limits)
-        server = Server(Service(batching, weights, tokenizer, renderer, vocabulary, limits), api_key)
+        names = [config.served_name or served_name(pretrained.path)]
+        service = Service(batching, weights, tokenizer, renderer, vocabulary, limits, names)
+        server = Server(service, api_key)
 
         def ready(loaded: Future) -> None:
             if loaded.exception():
                 server.should_exit = True
                 return
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-            print(f"serving {pretrained.path} with {type(batching.engine).__name__} at {url}", flush=True)
+            known = "" if service.name == pretrained.path else f" as {service.name}"
+            engine = type(batching.engine).__name__
+            print(f"serving {pretrained.path}{known} with {engine} at {url}", flush=True)
             if host not in ("localhost", "::1") and not host.startswith("127.") and not api_key:
                 line = "anyone who can reach this address can use it and change its weights: set GRPO_API_KEY"
                 print(f"host={host}: {line}", flush=True)

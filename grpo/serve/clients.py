@@ -1,6 +1,6 @@
 """The endpoints that clients of OpenAI, Anthropic and vLLM call, see grpo.serve.dialects, and the list of models.
 
-`model` may be any name, because the server has one model. A stream is sent in pieces when the answer is complete.
+The server has one model; a request for another one is refused. A stream is sent in pieces when the answer is complete.
 """
 
 from typing import Any
@@ -23,10 +23,11 @@ def client_router(service: Service) -> APIRouter:
     def add(path: str, dialect: Dialect) -> None:
         async def answer(body: Json = None) -> Response:
             request = dialect.read(body)
+            service.check_name(body.get("model"))
             answers = await service.answers(request)
 
             def written() -> Response:
-                content = dialect.written(request, answers, service.weights.pretrained.path)
+                content = dialect.written(request, answers, service.name)
                 if request.stream:
                     return Response("".join(sse(dialect, content)), media_type="text/event-stream")
                 return Response(strict_json(content), media_type="application/json")
@@ -44,7 +45,7 @@ def client_router(service: Service) -> APIRouter:
 
     def described(name: str | None = None) -> dict[str, Any]:
         path = service.weights.pretrained.path
-        model = {"id": name or path, "object": "model", "created": 0, "owned_by": "grpo", "root": path}
+        model = {"id": name or service.name, "object": "model", "created": 0, "owned_by": "grpo", "root": path}
         return {**model, "max_model_len": service.batching.context}
 
     @router.get("/v1/models")
@@ -53,6 +54,7 @@ def client_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        service.check_name(name)
         return described(name)
 
     return router

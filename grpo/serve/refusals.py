@@ -12,6 +12,7 @@ from grpo.serve.dialects.anthropic import ANTHROPIC
 from grpo.serve.dialects.chat import CHAT
 from grpo.serve.limits import Crowded, Oversized
 from grpo.serve.served_weights import Outside
+from grpo.serve.service import Unknown
 from grpo.system.errors import UserError, error_line
 
 
@@ -33,6 +34,7 @@ def refuse(app: FastAPI) -> None:
 
     answers = {
         UserError: (400, str, None),
+        Unknown: (404, str, None),
         RequestValidationError: (400, lambda _: "the request is not JSON", None),
         Oversized: (413, str, None),
         Outside: (403, str, None),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Body
@@ -35,6 +36,19 @@ RAW_TOKENS = 16  # max_tokens after a raw prompt, where a request has none
 LIKELIEST = 20  # most alternatives of a token, as in OpenAI's API and vLLM
 
 
+class Unknown(UserError):
+    """A request names a model that is not served."""
+
+
+def served_name(path: str) -> str:
+    """Return the name of a model for clients: that of the hub, or of its folder; for a checkpoint also that of its run."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    run = folder.absolute().parents[1] if folder.absolute().parent.name == "checkpoints" else None
+    return f"{run.name}/{folder.name}" if run else folder.absolute().name
+
+
 def own_request(fields: Fields, most: int | None = None) -> CompletionRequest:
     """Return the settings of a request of an endpoint whose answer has no alternatives of tokens and no stream.
 
@@ -54,6 +68,7 @@ class Service:
     """Tokenizes requests, samples, and decodes the answers. Mutable: it counts the requests.
 
     The tokenizer has a thread of its own, since it is slow and not thread-safe; the engine has the thread of `batching`.
+    names: what requests may call the model; the first is its name in lists and answers, and "*" is any name.
     """
 
     batching: Batching
@@ -62,11 +77,26 @@ class Service:
     renderer: Renderer
     vocabulary: int
     limits: RequestLimits = field(default_factory=RequestLimits)
+    names: Sequence[str] = ("*",)
 
     def __post_init__(self) -> None:
         self.metrics = ServeMetrics(self.batching)
         self._places = asyncio.Semaphore(self.limits.queue)
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    @property
+    def name(self) -> str:
+        """The model's name in lists and answers."""
+        path = self.weights.pretrained.path
+        return self.names[0] if self.names[0] != "*" else served_name(path)
+
+    def check_name(self, name: Any) -> None:
+        """Raise Unknown if a request, or a path, names another model. The served folder and adapter have their names, too."""
+        adapter = self.weights.adapter
+        ours = [*self.names, self.weights.pretrained.path, *([adapter.name] if adapter else [])]
+        if name is not None and "*" not in ours and name not in ours:
+            how = f"ask for {self.names[0]}, leave it out, or start the server with served_name=NAME"
+            raise Unknown(f"there is no model {shown(name)} here: {how}")
 
     async def place(self) -> AsyncIterator[None]:
         """Hold a place in the queue while a request is answered. Raises Crowded if none is free."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from grpo.system.distributed import local
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 
 # arguments of from_pretrained: report, do not raise
 STRICT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -25,12 +26,14 @@ def fully_loaded(what: str, loaded: tuple[nn.Module, Mapping[str, Any]]) -> nn.M
     unknown = f"; it has unknown ones: {_few(report['unexpected_keys'])}" if report["unexpected_keys"] else ""
     fix = "the checkpoint does not fit its config.json, or is incomplete: download or save it again"
     if missing := ours & {*report["missing_keys"]}:
-        raise UserError(f"{what} lacks {len(missing)} weights: {_few(missing)}{unknown}; {fix}")
+        raise UserError(f"{what} lacks {plural(len(missing), 'weight')}: {_few(missing)}{unknown}; {fix}")
     if shapes:
         raise UserError(f"{what} has weights of other shapes: {_few(shapes)}; {fix}")
     kinds = {kind_of(name) for name in ours}
     if further := [name for name in report["unexpected_keys"] if kind_of(name) in kinds]:
-        raise UserError(f"{what} has {len(further)} weights of layers beyond the model's: {_few(further)}; {fix}")
+        raise UserError(
+            f"{what} has {plural(len(further), 'weight')} of layers beyond the model's: {_few(further)}; {fix}"
+        )
     return finite(what, model)
 
 

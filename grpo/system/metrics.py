@@ -164,21 +164,22 @@ def metric_table() -> str:
 
 def healthy(metric: Metric) -> str:
     """Return the range of a metric in healthy runs, as text; empty if it has none."""
-    if not metric.advice:
+    only_ends = metric.high == metric.stop < math.inf  # such a bound says nothing of health
+    if not metric.advice or only_ends:
         return ""
     if metric.jump < math.inf:
         return f"at most {metric.jump:g} times its median"
     if metric.per:
         return f"at least {metric.low:g} times `{metric.per}`"
     if metric.name == "eval/accuracy":
-        return "its interval reaches that of the best one"
+        return "its 95 % interval overlaps that of the best evaluation"
     if metric.falls < math.inf:
-        return f"not {metric.falls:g} below its best while the reward is higher"
+        return f"at most {metric.falls:g} below its best mean of 10 rollouts, unless the reward has fallen, too"
     low, high = f"{metric.low:,.7g}", f"{metric.high:,.7g}"
     within = f"at most {high}" if metric.low in (0, -math.inf) else f"{low} to {high}"
     within = within.replace(" to inf", " or more")
-    late = f", {metric.after} rollouts in a row" if metric.after > 1 else ""
-    stale = f" ({metric.stale:g} with samples of older weights)" if metric.stale else ""
+    late = f"; a warning comes after {metric.after} rollouts outside" if metric.after > 1 else ""
+    stale = f", with samples of older weights {metric.stale:g}" if metric.stale else ""
     return f"{'above 0' if 0 < metric.low < 1e-6 else within}{stale}{late}"
 
 

@@ -33,6 +33,7 @@ from grpo.system.distributed import full, local
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import surviving
 from grpo.system.loading import not_finite
+from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,9 @@ class PlainCheckpoints(CheckpointIO):
         if distributed.rank() == 0 and not checkpoint.get("optimizer_states", True):
             log.warning("%s has no state of the optimizer, which begins anew: the run is not as without a stop", path)
         if broken:
-            raise UserError(f"{path} has {len(broken)} weights that are not finite, the first is {broken[0]}")
+            raise UserError(
+                f"{path}: values of {plural(len(broken), 'weight')} are not finite, the first is {broken[0]}"
+            )
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -15,6 +15,7 @@ from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 from grpo.system.ranges import Count, Positive, Share, enforced
 from grpo.training.loss_scale import LossScale, LossScaling
 from grpo.training.meter import Means
@@ -68,7 +69,7 @@ class Optimization:
             shapes = {"weight": (1, 1), "bias": (1,)}
             optimizer = self.optimizer([(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()])
             optimizer.step()
-            part, hint = "schedule", f"in a run of {num_updates} updates, after each of which it steps"
+            part, hint = "schedule", f"in a run of {plural(num_updates, 'update')}, after each of which it steps"
             schedule = self.built(optimizer, num_updates)
             optimizer.step()  # again, because the schedule wants a step after its own start
             for _ in range(steps):

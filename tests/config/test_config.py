@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import subprocess
 import sys
 
@@ -185,7 +186,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_help_and_cfg_are_for_people(tmp_path):
-    text = command("train.py", "--help").stdout
+    short, text = (command("train.py", "--help", *more).stdout for more in ((), ("all",)))
+    named = re.sub(r"\s+", " ", short)
+    assert len(short.splitlines()) <= 120 and "* wordmath" in named and "--help all: " in named
+    assert all(f"\n{group:<20}" in short for group in GROUPS) and "Other keys: module, seed, data_seed," in named
+    assert all(re.search(rf"[ ,]{re.escape(option)}[ ,]", named) for _, option in OPTIONS)
     for group in GROUPS:
         assert f"\n{group:<20}" in text
     for _, option in OPTIONS:

@@ -7,7 +7,7 @@ import pytest
 from grpo.apps.cli import parsed, remove_unused
 from grpo.config.explain import nearest, no_key
 from grpo.config.foreign import ARGUMENTS, known_elsewhere, tables
-from grpo.config.help import help_page
+from grpo.config.overview import help_text
 from grpo.system.errors import UserError
 
 KEYS = ["algo", "algo.kl", "algo.kl.coef", "optim", "optim.optimizer", "optim.optimizer.lr", "optim.optimizer.betas", "rollout",
@@ -59,7 +59,7 @@ def test_the_keys_beside_a_mistyped_one_come_first():
     ("words", "line"),
     [
         (["--kl-coef", "0.1"], "there is no flag --kl-coef; Atropos' --kl-coef is algo.kl.coef here"),
-        (["--colour=red"], "there is no flag --colour; settings are KEY=VALUE, and --help lists them"),
+        (["--colour=red"], "there is no flag --colour; settings are KEY=VALUE, and --help all lists them"),
         (
             ["--config", "x"],
             "ambiguous option: --config could match --config-path, --config-name, --config-dir; settings are",
@@ -74,7 +74,7 @@ def test_a_flag_that_hydra_lacks_is_one_line(words, line, monkeypatch):
 
 
 def test_help_of_a_group_or_a_key_shows_it_alone():
-    text = help_page("train", ["algo/kl", "rollout.sampling.top_k", "algo=dr_grpo"])
+    text = help_text("train", ["algo/kl", "rollout.sampling.top_k", "algo=dr_grpo"])
     options, kl, top_k = (
         text.partition("The keys of this command line:")[::2][0],
         *text.split("The keys of this command line:")[1:],
@@ -85,7 +85,7 @@ def test_help_of_a_group_or_a_key_shows_it_alone():
     assert "estimator: k3" in kl and "temperature" not in text and "surrogate" not in text
     assert "    top_k: 0 " in top_k and "(integer >= 0)" in top_k
     with pytest.raises(UserError, match=r"no key 'rollout\.smpling'; did you mean rollout\.sampling\?"):
-        help_page("train", ["rollout.smpling"])
+        help_text("train", ["rollout.smpling"])
 
 
 def test_the_folder_of_a_run_that_never_began_is_removed_and_no_other(tmp_path):

@@ -169,12 +169,12 @@ def test_the_preflight_tells_what_dropped_thoughts_cost():
     thought = "<think>\nI add.\n</think>\n\nThree."
     assert told(real("qwen3"), thought) == ("SKIP", "every episode has one turn")
     result, text = told(real("qwen3"), thought, "Yes.", "Yes.")  # two rows: the last two turns have no thought
-    assert result == "PASS" and text.startswith("3 turns of 1 episodes are 2 rows") and "drops earlier thoughts" in text
-    assert told(real("qwen3_training"), thought, thought, thought) == ("PASS", "3 turns of 1 episodes are 1 rows")
+    assert result == "PASS" and text.startswith("3 turns of 1 episode are 2 rows") and "drops earlier thoughts" in text
+    assert told(real("qwen3_training"), thought, thought, thought) == ("PASS", "3 turns of 1 episode are 1 row")
     one, two, three = (len(turn.ids) for turn in sample(real("qwen3"), thought, thought, thought).turns)
     result, text = told(real("qwen3"), thought, thought, thought)
     assert text == (
-        f"3 turns of 1 episodes are 3 rows, {(one + two + three) / three:.1f} times the tokens of the last turns: "
+        f"3 turns of 1 episode are 3 rows, {(one + two + three) / three:.1f} times the tokens of the last turns: "
         "the chat template drops earlier thoughts, so each turn after one is a row of its own"
     )
     odd = told(real("qwen3", **NONE), "Three.", "Yes.")

@@ -1,5 +1,6 @@
 """Evaluations: numbers worked by hand, strict and lenient, in batches, killed and resumed; comparisons of runs."""
 
+import io
 import json
 import math
 import subprocess
@@ -8,14 +9,17 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from helpers import programs
 from helpers.runs import learned, told
+from rich.console import Console
 
 import eval as eval_script
+from grpo.apps.show_evaluation import show_comparison
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
@@ -206,7 +210,7 @@ def test_claims_that_hang_are_reported_and_end_nothing(monkeypatch, caplog):
     monkeypatch.setattr(estimates_module, "TIMEOUT", 0.05)
     found = columns(Hangs(), [[sample(True)]])
     assert found == {"gold": [[None]]}
-    assert "claims failed on 1 samples, the first: TimeoutError: it took longer than 0.05 s" in caplog.text
+    assert "claims failed on 1 sample, the first: TimeoutError: it took longer than 0.05 s" in caplog.text
 
 
 def test_a_mixture_is_told_source_by_source():
@@ -449,6 +453,40 @@ def test_two_evaluations_on_what_they_share(tmp_path):
     (row,) = found["comparisons"]
     assert row["difference"]["value"] == pytest.approx(0.6) and row["p_value"] == 0.25 == row["p_holm"]
     assert (row["better"], row["worse"], row["ties"], row["test"]) == (3, 0, 2, "exact McNemar")
+
+
+def shown(comparison: dict) -> list[str]:
+    """Return the lines of a comparison in a terminal of 80 columns."""
+    out = Console(width=80, file=io.StringIO())
+    show_comparison(out, comparison)
+    return out.file.getvalue().splitlines()
+
+
+def test_a_comparison_fits_into_80_columns(tmp_path):
+    """Three arms with three-digit counts and the widest intervals: no cell is broken, and a second metric that is the same as
+    accuracy has one line."""
+    rights = [[i < 20 for i in range(300)], [i >= 10 for i in range(300)], [i >= 290 for i in range(300)]]
+    folders = [
+        left_behind(tmp_path / str(arm), {str(i): [one] for i, one in enumerate(right)})
+        for arm, right in enumerate(rights)
+    ]
+    for folder in folders:
+        file = Path(folder) / "samples.parquet"
+        pd.read_parquet(file).assign(correct_lenient=lambda table: table["correct"]).to_parquet(file)
+    lines = shown(compare(arms_of(folders)))
+    assert max(map(len, lines[3:])) <= 80  # the first ones have the folders
+    # 300 problems: b is right on the 280 that a misses and on 10 of a's 20; c on 10 others
+    (row,) = [line for line in lines if "B - A" in line]
+    assert row.split("│")[2].strip().startswith("90.0 % (") and row.split("│")[5].strip() == "280/10/10"
+    assert not [line for line in lines if "accuracy_lenient" in line and "│" in line]
+    assert lines[-2:] == [
+        "accuracy_lenient is the same in every number",
+        "p (Holm): the 2 comparisons with A in one metric are one family",
+    ]
+    pd.read_parquet(file).assign(correct_lenient=True).to_parquet(file)
+    two = shown(compare(arms_of(folders[1:])))
+    assert max(map(len, two[2:])) <= 80 and "Holm" not in "".join(two) and two[-1] == "exact McNemar"
+    assert next(line for line in two if line.startswith("│ B ")).split("│")[3].strip().startswith("100.0 % (")
 
 
 def test_seeds_in_brackets_are_one_arm(tmp_path):

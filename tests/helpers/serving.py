@@ -111,6 +111,7 @@ def served(
     api_key: str | None = None,
     weights_from: Sequence[Path] = (),
     make_renderer: Callable[..., Renderer] = TokenizerRenderer,
+    names: Sequence[str] = ("*",),
     **limits: float,
 ) -> Iterator[Client]:
     pretrained = Pretrained(str(folder))
@@ -118,7 +119,7 @@ def served(
     batching, weights = Batching(make_engine), ServedWeights(pretrained, "cpu", weights_from)
     batching.call(weights.read)
     renderer = make_renderer(tokenizer)
-    service = Service(batching, weights, tokenizer, renderer, len(tokenizer), RequestLimits(**limits))
+    service = Service(batching, weights, tokenizer, renderer, len(tokenizer), RequestLimits(**limits), names)
     server = Server(service, api_key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -45,11 +45,11 @@ def rename(weights: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop(Q), f"lacks 1 weights: {Q}; the checkpoint does not fit its config.json"),
-        (rename, f"lacks 1 weights: {Q}; it has unknown ones: model.layers.0.self_attn.qq.weight; "),
+        (lambda w: w.pop(Q), f"lacks 1 weight: {Q}; the checkpoint does not fit its config.json"),
+        (rename, f"lacks 1 weight: {Q}; it has unknown ones: model.layers.0.self_attn.qq.weight; "),
         (
             lambda w: w.pop("model.embed_tokens.weight"),
-            "lacks 1 weights: model.embed_tokens.weight",
+            "lacks 1 weight: model.embed_tokens.weight",
         ),  # the head is tied to it
         (
             lambda w: w.update({"model.norm.weight": torch.ones(3)}),
@@ -57,7 +57,7 @@ def rename(weights: dict) -> None:
         ),
         (
             lambda w: w.update({UP.replace("0", "7"): w[UP].clone()}),
-            f"has 1 weights of layers beyond the model's: {UP.replace('0', '7')}; ",
+            f"has 1 weight of layers beyond the model's: {UP.replace('0', '7')}; ",
         ),
         (lambda w: w[UP][0, 0].fill_(torch.nan), f"NaN or infinite: {UP}; the checkpoint is damaged"),
         (lambda w: w[UP][0, 0].fill_(-torch.inf), f"NaN or infinite: {UP}"),

@@ -316,6 +316,17 @@ def test_held_out_rows_among_the_training_rows(probe):
     assert found.compared.startswith("1 of 20 held-out rows are training rows")
 
 
+def test_worked_examples_that_all_prompts_share_make_no_near_duplicates():
+    """Ten training prompts begin with the same 30 words; of two held-out prompts with them, one repeats a training question but
+    for its last word."""
+    shared = " ".join(f"example{i}" for i in range(30))
+    own = [" ".join(f"word{row}of{i}" for i in range(12)) for row in range(12)]
+    train = [{"prompt": f"{shared} {text}"} for text in own[:10]]
+    test = [{"prompt": f"{shared} {own[11]}"}, {"prompt": f"{shared} {own[0].rpartition(' ')[0]} other"}]
+    found = data.held_out(SimpleNamespace(examples={"train": train, "test": test}))
+    assert found.compared == "0 of 2 held-out rows are training rows; 1 more share most runs of 8 words"
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -18,9 +18,10 @@ from conftest import EXAMPLES, compose_config
 
 from grpo.report import plain, write_report
 from grpo.report.changes import changed_problems
-from grpo.report.run import evenly
-from grpo.report.serve import serve
+from grpo.report.run import evenly, run_title
+from grpo.report.serve import index, serve
 from grpo.runs.runs import Run
+from grpo.system.errors import UserError
 from grpo.training.callbacks.report import Report
 from train import train
 
@@ -130,7 +131,7 @@ def test_numbers_and_curves_are_those_of_the_run(sweep, page):
     box.uncheck()
     assert caption.count() == 0
     words = figure.locator(".words").inner_text()
-    assert words.startswith("Mean over the samples whose reward is known") and "Healthy: " in words
+    assert words.startswith("Mean over the samples whose reward is known") and "Healthy: " not in words
     page.get_by_label("log scale").check()
     page.reload()
     assert page.get_by_label("log scale").is_checked()  # a page that loads itself again keeps it
@@ -142,6 +143,8 @@ def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
     run = Run(sweep / "0")
     page.goto((run.folder / "report.html").as_uri())
     assert page.locator("#left").inner_text() == "All 68 samples are here."  # 4 x 2 x 4 and 3 x 3 x 4
+    first = run.evaluations([4]).iloc[0]  # of the last step, without a click
+    assert page.locator("#completion").text_content() == first["completion"]
     pick(page, "rollout 3")
     samples = run.samples([3])
     count = page.locator("#count")
@@ -161,11 +164,11 @@ def test_samples_are_searched_filtered_sorted_opened_and_compared(sweep, page):
     assert count.inner_text() == f"{holds.sum()} of 8 samples"
     page.locator("#search").fill("")
 
-    page.get_by_role("button", name="reward").click()
+    page.locator("[data-sort=reward]").click()
     rewards = [float(row[2]) for row in table(page, "samples")]
     assert rewards == pytest.approx(sorted(samples["reward"], reverse=True), rel=1e-3)
-    page.get_by_role("button", name="advantage").click()
-    page.get_by_role("button", name="advantage").click()
+    page.locator("[data-sort=advantage]").click()
+    page.locator("[data-sort=advantage]").click()
     assert [float(row[3]) for row in table(page, "samples")] == pytest.approx(sorted(samples["advantage"]), rel=1e-3)
 
     page.locator(".list tbody button").first.press("Enter")  # by keyboard
@@ -240,6 +243,19 @@ def test_the_timeline_is_saved_for_perfetto(sweep, page):
     assert all(one["ts"] + one["dur"] <= two["ts"] + 2 for one, two in pairwise(trainer))  # microseconds, rounded
     x, times = [1, 2, 3], {"time/rollout": [1, 1, 1], "time/update": [2, 2, 2], "time/started": [0, 4, 0]}
     spans = page.evaluate("([x, y]) => spans(x, y).map(({kind, start, seconds}) => [kind, start, seconds])", [x, times])
+    times["time/started"] = [1, 5, 1]
+    begun = page.evaluate("([x, y]) => spans(x, y).map(({kind}) => kind)", [x, times])
+    assert begun == [
+        "preparation",
+        "rollout",
+        "update",
+        "idle",
+        "rollout",
+        "update",
+        "preparation",
+        "rollout",
+        "update",
+    ]
     assert spans[2:] == [["idle", 3, 1], ["rollout", 4, 1], ["update", 5, 2], ["rollout", 7, 1], ["update", 8, 2]]
 
 
@@ -407,6 +423,45 @@ def test_a_page_that_cannot_be_written_ends_no_run(smoke, tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
     assert line.startswith("no report.html (UserError: ") and "has no metrics.csv" in line
     assert not (tmp_path / "report.html").exists() and (tmp_path / "config.yaml").exists()
+
+
+def test_a_folder_says_what_differs_and_which_are_evaluations(tmp_path):
+    """Two runs that differ in a setting and in the seed, and an evaluation of one of them, which is no run and has no page."""
+    for name, more in (("a", {"seed": 0}), ("b", {"seed": 1, "overrides": ["algo=dapo", "hydra.run.dir=b"]})):
+        shutil.copytree(EXAMPLES / "run", tmp_path / "runs" / name)
+        file, settings = tmp_path / "runs" / name / "manifest.json", tmp_path / "runs" / name / "config.yaml"
+        manifest = json.loads(file.read_text()) | {
+            "started": f"2026-11-22T21:3{more['seed']}:17",
+            "overrides": ["algo=grpo"],
+        }
+        file.write_text(json.dumps(manifest | more))
+        settings.write_text(settings.read_text().replace("seed: 0", f"seed: {more['seed']}", 1))
+    evaluation = tmp_path / "runs" / "eval"
+    evaluation.mkdir()
+    (evaluation / "config.yaml").write_text("{model: {path: a/checkpoints/best}, compare: null}")
+    (evaluation / "metrics.json").write_text('{"eval/accuracy": {"value": 0.25, "low": 0.1, "high": 0.5, "n": 4}}')
+    data = json.loads(index(tmp_path / "runs").partition('id="data">')[2].partition("</script>")[0])
+    assert data["name"] == f"All runs in {tmp_path}/runs"
+    told = [(run["name"], run["arm"], run["seed"], run["status"]) for run in data["runs"]]
+    assert told == [("b", "algo=dapo", "1", "finished"), ("a", "algo=grpo", "0", "finished")]
+    (one,) = data["evaluations"]
+    assert one == {"name": "eval", "started": None, "of": "a/checkpoints/best", "problems": 4, "accuracy": 0.25}
+    with pytest.raises(
+        UserError, match=f"{evaluation} is an evaluation, which has no page: its numbers are in metrics"
+    ):
+        write_report(evaluation)
+
+
+def test_a_title_names_the_file_of_the_rows(tmp_path):
+    shutil.copytree(EXAMPLES / "run", tmp_path / "run")
+    file = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    overrides = ["task=jsonl", "task.path=some/rows.jsonl", "model=path", "model.path='my models/best'"]
+    file.write_text(json.dumps(manifest | {"overrides": overrides}))
+    (tmp_path / "run" / ".hydra").mkdir()
+    noted = "{hydra: {runtime: {choices: {task: jsonl, model: path, adapter: none, algo: grpo}}}}"
+    (tmp_path / "run" / ".hydra" / "hydra.yaml").write_text(noted)
+    assert run_title(Run(tmp_path / "run")) == "jsonl rows.jsonl, path best, grpo, seed 0"
 
 
 def test_another_folder_gets_one_line(tmp_path, monkeypatch):

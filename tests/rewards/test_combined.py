@@ -135,7 +135,7 @@ def test_two_parts_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("gives", "message"),
     [
-        (lambda **_: [1.0], r"gave 1 values for 2 completions"),
+        (lambda **_: [1.0], r"gave 1 value for 2 completions"),
         (lambda **_: [1.0, math.nan], r"gave nan: a number from -1e\+18 to 1e\+18, or None"),
         (lambda **_: [1.0, math.inf], r"gave inf"),
         (lambda **_: [1.0, "good"], r"gave 'good', which is no number"),

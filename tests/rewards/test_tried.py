@@ -60,7 +60,7 @@ def test_the_line_names_the_form(tmp_path):
         rows(tmp_path, as_messages, rewards=[for_texts]).examples("train")
     with pytest.raises(UserError, match=r"'for_messages' raised TypeError: .* completions are texts"):
         rows(tmp_path, as_text, rewards=[for_messages]).examples("train")
-    with pytest.raises(UserError, match="'forgets_one' gave 1 values for 2 completions"):
+    with pytest.raises(UserError, match="'forgets_one' gave 1 value for 2 completions"):
         rows(tmp_path, as_text, rewards=["last_number", forgets_one]).examples("train")
 
 

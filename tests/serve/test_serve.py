@@ -27,6 +27,7 @@ from grpo.models.pretrained import Pretrained
 from grpo.rewards.llm_judge import Judge
 from grpo.serve.__main__ import main
 from grpo.serve.batching import Batching
+from grpo.serve.service import served_name
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 from grpo.system.ports import check_port
@@ -319,7 +320,8 @@ def test_the_client_of_trl(server, toy_model, monkeypatch):
     client = pytest.importorskip("trl.generation.vllm_client")
     monkeypatch.setattr(client, "is_vllm_available", lambda: True)
     theirs = client.VLLMClient(server.url)
-    assert theirs.model == server("/info")["model"] and theirs.get_world_size() == 1
+    (listed,) = server("/v1/models")["data"]
+    assert theirs.model == listed["id"] and theirs.get_world_size() == 1
     of_trl(theirs.generate(["12", "1"], **TRL), toy_model, [[22, 23], [22]])
     of_trl(theirs.generate([PROMPT], **TRL), toy_model, [PROMPT])
     conversations = [[{"role": "user", "content": text}] for text in ("12 + 7?", "coins")]
@@ -414,6 +416,28 @@ def test_chat_as_openai_has_it(server):
     assert (refused["type"], refused["error"]["type"]) == ("error", "invalid_request_error")
 
 
+def test_a_request_for_another_model_is_refused(toy):
+    asked = {"prompt": "12", "max_tokens": 2}
+    with served(toy, names=["policy"]) as client:
+        client.ready()
+        for name in ("policy", str(toy), None):
+            assert client("/v1/completions", asked | {"model": name})["model"] == "policy"
+        line = "there is no model 'gpt-4' here: ask for policy, leave it out, or start the server with served_name=NAME"
+        assert client.refused("/v1/completions", asked | {"model": "gpt-4"}, 404) == line
+        assert client.refused("/v1/models/gpt-4", status=404) == line
+        assert client("/v1/models")["data"] == [client("/v1/models/policy")]
+        claude = client(
+            "/v1/messages", {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "1"}]}, 404
+        )
+        assert claude["error"] == {"type": "not_found_error", "message": line.replace("gpt-4", "m")}
+
+
+def test_a_served_model_has_a_readable_name(toy, tmp_path):
+    best = tmp_path / "run" / "checkpoints" / "best"
+    best.mkdir(parents=True)
+    assert [served_name(str(place)) for place in (best, toy, "org/model")] == ["run/best", toy.name, "org/model"]
+
+
 def test_answers_end_before_a_stop_text(server):
     asked = {"prompt": "12", "max_tokens": 24, "temperature": 0}
     whole = server("/v1/completions", asked)["choices"][0]["text"]
@@ -464,10 +488,8 @@ def test_alternatives_of_a_sample_have_its_temperature(server, toy_model):
 
 def test_models_and_the_route_of_tokens(server, toy):
     (model,) = server("/v1/models")["data"]
-    assert (model["id"], model["max_model_len"]) == (str(toy), 4096) and server(f"/v1/models/{toy}") == model
-    assert (
-        server("/v1/models/any/other") == {**model, "id": "any/other"} and model["root"] == model["id"]
-    )  # as in requests
+    assert (model["id"], model["root"], model["max_model_len"]) == (toy.name, str(toy), 4096)
+    assert server("/v1/models/any/other") == {**model, "id": "any/other"}  # as in requests
     nothing = server("/v1/completions", {"prompt": "1", "max_tokens": 0, "n": 2})
     assert [(one["text"], one["finish_reason"]) for one in nothing["choices"]] == [("", "length")] * 2
     assert nothing["usage"]["completion_tokens"] == 0
@@ -524,7 +546,7 @@ def test_the_command_starts_answers_and_ends(toy):
     process = subprocess.Popen(command, cwd=ROOT, preexec_fn=listens, **pipes)
     try:
         line = process.stdout.readline()
-        assert line.startswith(f"serving {toy} with TransformersEngine at http://127.0.0.1:")
+        assert line.startswith(f"serving {toy} as {toy.name} with TransformersEngine at http://127.0.0.1:")
         client = Client(int(line.rpartition(":")[2]), type("Away", (), {"batching": None}))
         assert client("/health") == {"status": "ok"}
         assert len(ids(client.generate(max_tokens=3))) == 3

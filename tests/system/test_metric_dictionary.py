@@ -13,6 +13,7 @@ from grpo.system.metrics import (
     METRICS,
     TIMES,
     about,
+    healthy,
     is_result,
     is_taken,
     metric_table,
@@ -73,6 +74,17 @@ def test_the_table_in_the_docs_is_that_of_the_dictionary():
         "python -m grpo.system.metrics prints the table"
     )
     assert "| `rollout/timeout` `eval/timeout` | share |" in metric_table() and "| at most 0.02 |" in metric_table()
+
+
+def test_ranges_are_read_once():
+    """A bound that only ends a run is no range of healthy runs."""
+    told = {name: healthy(about(name)) for name in ("rollout/reward", "rollout/effective_groups", "loss/first_kl")}
+    assert told == {
+        "rollout/reward": "",
+        "rollout/effective_groups": "above 0; a warning comes after 3 rollouts outside",
+        "loss/first_kl": "at most 0.01, with samples of older weights 0.5",
+    }
+    assert "| at most 0.05 | above 0.5 |" in metric_table()  # eval/judge_invalid
 
 
 def test_names_are_told_apart_and_a_sentence_each():

@@ -10,9 +10,9 @@ from lightning.pytorch.loggers import Logger
 from grpo.config.composing import composed
 from grpo.config.resuming import add_saved_overrides, continued
 from grpo.runs.runs import Run
-from grpo.system import secrets
 from grpo.system.errors import UserError
-from grpo.system.secrets import hidden, is_secret, learn, masked_argument, masked_values
+from grpo.system.output import secrets
+from grpo.system.output.secrets import hidden, is_secret, learn, masked_argument, masked_values
 
 
 @pytest.fixture(autouse=True)

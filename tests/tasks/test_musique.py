@@ -254,7 +254,7 @@ def test_which_rows_are_kept(tmp_path):
     streamed = task_of(path, streaming=True, test_limit=3)
     assert [row["id"][:4] for row in streamed.examples("test")] == ["3hop", "4hop"]
     path = write(tmp_path / "none.jsonl", rows[:1])
-    with pytest.raises(UserError, match=r"none of the 1 rows of the split 'test' is an answerable question$"):
+    with pytest.raises(UserError, match=r"no row of the split 'test' \(1\) is an answerable question$"):
         task_of(path).examples("test")
     path = write(tmp_path / "plain.jsonl", [{"question": "Why?", "answer": "So."}])
     with pytest.raises(UserError, match="no `paragraphs` to search; a row has question, answer and needs"):

@@ -354,7 +354,7 @@ def test_a_pickle_is_never_read(tmp_path, monkeypatch):
 def test_weights_that_are_not_finite_are_refused(tmp_path):
     weights = {"good": torch.ones(2), "bad": torch.tensor([1.0, torch.inf])}
     PlainCheckpoints().save_checkpoint({"state_dict": weights}, tmp_path / "00001.ckpt")
-    with pytest.raises(UserError, match="has 1 weights that are not finite, the first is bad"):
+    with pytest.raises(UserError, match="values of 1 weight are not finite, the first is bad"):
         PlainCheckpoints().load_checkpoint(tmp_path / "00001.ckpt")
 
 

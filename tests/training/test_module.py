@@ -88,7 +88,7 @@ def test_a_schedule_is_tried_with_its_warm_up_and_refused_for_what_it_does():
     small = optim.optimizer([("weight", torch.zeros(1, requires_grad=True))])
     scheduled = optim.scheduled(small, num_updates=3)
     assert scheduled.get_last_lr() == [0.0]  # it has not moved
-    with pytest.raises(UserError, match=r"optim\.schedule: division by zero .*in a run of 1 updates"):
+    with pytest.raises(UserError, match=r"optim\.schedule: division by zero .*in a run of 1 update,"):
         optim.scheduled(small, num_updates=1)
 
 

@@ -9,12 +9,16 @@ import pytest
 from conftest import compose_config
 from rich.console import Console, Group
 
+from grpo.env.messages import Message
+from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
+from grpo.rollout.types import Sample
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
+from grpo.system.output.console import console
 from grpo.training.callbacks.summary import summary
-from grpo.training.callbacks.terminal import Terminal, status
+from grpo.training.callbacks.terminal import Terminal, sample_panel, status
 from train import train
 
 ROLLOUT = {
@@ -157,11 +161,11 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interr
 def test_the_lines_that_change_in_place_fit_into_80_columns():
     terminal = Terminal("run", 80)
     metrics = ROLLOUT | {"tokens/s": 123456.0, "rollout/reward": -10.5}
-    console = Console(width=80, force_terminal=True, record=True)
+    out = Console(width=80, force_terminal=True, record=True)
     terminal.evaluations = {at: evaluated(at, [at / 80] * 2) for at in range(0, 81, 40)}
-    console.print(Group(terminal.in_place(f"40/80  {status(metrics, 360000)}")))
+    out.print(Group(terminal.in_place(f"40/80  {status(metrics, 360000)}")))
     line = "40/80  reward -10.50  solved 25 %  groups 75 %  123,456 tok/s  4 days, 4:00:00 …"
-    assert console.export_text().splitlines() == [line, "held out  ▁▅█  100.0 %"]
+    assert out.export_text().splitlines() == [line, "held out  ▁▅█  100.0 %"]
 
 
 def test_paths_and_commands_are_never_broken(capsys, tmp_path):
@@ -173,3 +177,16 @@ def test_paths_and_commands_are_never_broken(capsys, tmp_path):
     written, _, command, link = capsys.readouterr().out.splitlines()
     assert written == f"written to {folder}: checkpoints/best"
     assert command == f"python eval.py 'run={folder}'" and link == (folder / "report.html").as_uri()
+
+
+def test_output_to_a_file_is_not_wrapped(capsys, monkeypatch):
+    """A prompt of one long line stays one; with COLUMNS, or in a terminal, it is wrapped."""
+    prompt = "word " * 60
+    step = Step(State((Message("user", prompt.strip()),)), Action(Message("assistant", "yes")))
+    sample = Sample({}, Trajectory((step,)), (), Reward(1.0, True))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    Terminal("run", 80).draw(sample_panel("rollout 1", sample))
+    assert prompt.strip() in capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    Terminal("run", 80).draw(sample_panel("rollout 1", sample))
+    assert prompt.strip() not in capsys.readouterr().out and console(force_terminal=True).width == 80

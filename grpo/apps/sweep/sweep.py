@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +24,9 @@ from grpo.system import child
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
-from grpo.system.secrets import masked_argument
+from grpo.system.output.console import console
+from grpo.system.output.secrets import masked_argument
+from grpo.system.output.words import plural
 
 POLL = 0.2  # seconds between two checks of the jobs
 
@@ -70,7 +71,7 @@ class Sweep:
         self.folder, self.command, self.places, self.again = folder, command, places, again
         self.jobs: list[Job] = []
         self.began = False
-        self.console = Console(highlight=False, markup=False, soft_wrap=True)
+        self.console = console(highlight=False, markup=False, soft_wrap=True)
         self.record = folder / "jobs.json"  # the overrides of each job, in the order of their numbers
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = (folder / ".lock").open("a")
@@ -112,7 +113,7 @@ class Sweep:
             done = len(self.jobs) - len(waiting)
             before = f", {done} of them finished before" if done else ""
             at_once = f"{len(self.places)} at a time, in {self.folder}"
-            self.console.print(f"sweep of {len(self.jobs)} jobs{before}, {at_once}")
+            self.console.print(f"sweep of {plural(len(self.jobs), 'job')}{before}, {at_once}")
             self.console.print(f"to resume it after an interruption: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
@@ -210,6 +211,8 @@ def reported() -> Iterator[None]:
             sweep.console.print(sweep.table())
             sweep.report()
     if failed := [f"{job.number} ({job.output})" for job in jobs if job.status == "failed"]:
-        raise UserError(f"{len(failed)} of the sweep's {len(jobs)} jobs failed: {', '.join(failed)}") from failure
+        raise UserError(
+            f"{len(failed)} of the sweep's {plural(len(jobs), 'job')} failed: {', '.join(failed)}"
+        ) from failure
     if failure:
         raise failure

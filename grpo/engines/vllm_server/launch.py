@@ -25,6 +25,7 @@ from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
 from grpo.system.errors import UserError
+from grpo.system.output.words import plural
 from grpo.system.ports import check_port
 from grpo.system.ranges import Count, Port, Whole, enforced
 
@@ -180,7 +181,9 @@ def visible(chosen: int | str) -> str:
     else:  # the server will say that there is none
         return ",".join(names)
     if gone := [name for name in names if name.isdecimal() and int(name) >= len(ours)]:
-        seen = f"this process sees {len(ours)} GPUs" + ("" if setting is None else f", CUDA_VISIBLE_DEVICES={setting}")
+        seen = f"this process sees {plural(len(ours), 'GPU')}" + (
+            "" if setting is None else f", CUDA_VISIBLE_DEVICES={setting}"
+        )
         raise UserError(
             f"engine.devices names GPU {gone[0]}, counted from 0, and {seen}: name others, or make it visible"
         )

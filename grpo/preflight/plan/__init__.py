@@ -11,6 +11,7 @@ from grpo.preflight.forecast import Part, human, largest_phase
 from grpo.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes
 from grpo.preflight.probe import Probe
 from grpo.system import distributed
+from grpo.system.output.words import plural
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.trainer import callbacks_of
 
@@ -48,11 +49,13 @@ class RunPlan:
         """Return the plan in words."""
         data = f"{self.passes:.1f} passes over" if self.passes >= 1 else f"{self.passes:.2%} of"
         devices, on_each = (f" on {self.devices} devices", " on each") if self.devices > 1 else ("", "")
+        rollouts = f"{plural(self.rollouts, 'rollout')} x {plural(self.samples, 'sample')}"
         work = (
-            f"{self.rollouts} rollouts x {self.samples} samples x at most {self.max_tokens:,} tokens, {self.updates} updates in "
-            f"microbatches of {self.tokens_per_microbatch:,} tokens{devices}, {data} {self.rows:,} rows"
+            f"{rollouts} x at most {plural(self.max_tokens, 'token')}, {plural(self.updates, 'update')} in "
+            f"microbatches of {self.tokens_per_microbatch:,} tokens{devices}, {data} {plural(self.rows, 'row')}"
         )
-        evaluated = f", {self.evaluations} evaluations of {self.problems} problems" if self.evaluations else ""
+        evaluations = f", {plural(self.evaluations, 'evaluation')} of {plural(self.problems, 'problem')}"
+        evaluated = evaluations if self.evaluations else ""
         cost = [f"{human(self.memory)} of memory{on_each}"] if self.memory else []
         cost += [f"{human(self.disk)} on disk"] if self.disk else []
         if self.seconds:

@@ -19,6 +19,7 @@ from grpo.runs.health import Watch
 from grpo.system.errors import AlarmError, UserError
 from grpo.system.loading import not_finite
 from grpo.system.metrics import WATCHED
+from grpo.system.output.words import plural
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -63,8 +64,8 @@ class Health(L.Callback):
             warn(f"rollout 0: no held-out answer is right: {self.foreign}")
         if wrong := not_finite(chain(learned(module), states(trainer))):
             self.alarm(
-                f"rollout {batch.rollout + 1}: {len(wrong)} tensors of policy and optimizer are not finite, the first is "
-                f"{wrong[0]}: resume from the last checkpoint with a lower optim.optimizer.lr"
+                f"rollout {batch.rollout + 1}: values of {plural(len(wrong), 'tensor')} of policy and optimizer are not finite, "
+                f"the first is {wrong[0]}: resume from the last checkpoint with a lower optim.optimizer.lr"
             )
 
     def alarm(self, line: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -21,6 +21,7 @@ from grpo.system.calls import SPENT
 from grpo.system.errors import StopError
 from grpo.system.files import LOST
 from grpo.system.metrics import percent, require_metric, written
+from grpo.system.output.console import console
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
@@ -89,7 +90,7 @@ class Terminal(L.Callback):
             require_metric("callbacks.terminal.columns", name)
         self.folder, self.num_rollouts = Path(folder), num_rollouts
         self.samples, self.samples_every, self.every, self.columns = samples, samples_every, every, columns
-        self.console = Console()
+        self.console = console()
         self.learned: list[Mapping[str, float]] = []  # metrics of this process's rollouts
         self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
         self.progress = Live(Text("first rollout ..."), console=self.console, transient=True, auto_refresh=False)
