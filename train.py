@@ -27,7 +27,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.preflight.callback import PreflightCallback
     from grpo.preflight.forecast import Sizes, forecast
     from grpo.rollout.rollouts import Rollouts
-    from grpo.rollout.trial import try_task
     from grpo.runs.manifest import kept
     from grpo.system.stop import Stop
     from grpo.training.callbacks.evaluation import EvaluationCallback
@@ -50,7 +49,6 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     task = instantiate(config.task)
     source = instantiate(config.source)
     task, splits = with_rows(task, evaluator, config, trains=source is None)
-    try_task(task, splits)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)

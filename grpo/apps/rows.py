@@ -1,4 +1,4 @@
-"""The rows of a run: they are read, or for a forecast of memory made up where nobody gives them."""
+"""The rows of a run: they are read, or for a forecast of memory made up where nobody gives them; one is tried."""
 
 import logging
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Example, SingleTurn, Split, Task
 from grpo.evaluation.evaluator import Evaluator
+from grpo.rollout.trial import try_task
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ class Questions:
 
 def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
     """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones, and
-    others raise MissingRows. trains: whether the run plays episodes of the task."""
+    others raise MissingRows. Code of the user's plays a made-up episode: see `try_task`. trains: whether the run plays episodes of
+    the task."""
     try:
-        return task, evaluator.loaded(task, trains)
+        splits = evaluator.loaded(task, trains)
     except MissingRows as error:
         if config.forecast != "only":
             raise
@@ -42,3 +44,5 @@ def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, train
         stand_in = Questions(min(TOKENS, most // 2))
         log.warning("%s; this forecast is for prompts of %d tokens instead", error, stand_in.tokens)
         return stand_in, {"train": (stand_in, "train")}
+    try_task(task, splits)
+    return task, splits

@@ -16,7 +16,6 @@ from typing import Any
 from urllib import request
 from urllib.error import HTTPError
 
-from huggingface_hub import constants
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.composing import CONF
@@ -150,6 +149,8 @@ def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
     """Yield a line if the rows are not on this machine and cannot come from the hub. Raises UserError for a wrong path."""
     if dataset is None or dataset.file("train"):
         return
+    from huggingface_hub import constants
+
     dataset.check_path()
     owner, _, name = dataset.path.partition("/")
     made = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets"))
@@ -172,12 +173,16 @@ def model_faults(model: DictConfig) -> Iterator[str]:
 
 def in_cache(name: str, kind: str) -> bool:
     """Return whether the hub's cache on this machine has something of a repository. kind: model or dataset."""
+    from huggingface_hub import constants  # when it is imported, it reads what `quiet` has set
+
     return Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").is_dir()
 
 
 @cache
 def no_hub() -> str:
     """Return why nothing can be loaded from the hub; "" if it answers."""
+    from huggingface_hub import constants
+
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE=1 is set"
     try:

@@ -41,7 +41,10 @@ def overview(config_name: str, overrides: Sequence[str] = ()) -> str:
         lines += [f"{group:<{LEFT}}{phrase}", *filled(", ".join(named))]
     others = [key for key in keys if key not in OURS and key not in groups]
     lines += ["", "Other keys:", *filled(", ".join(others))]
-    lines += ["", "--help GROUP: one group, as --help rollout. --help all: every option and key, with its meaning and range."]
+    lines += [
+        "",
+        "--help GROUP: one group, as --help rollout. --help all: every option and key, with its meaning and range.",
+    ]
     return "\n".join(lines).replace(HARD, " ")
 
 

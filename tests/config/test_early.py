@@ -9,6 +9,7 @@ import sys
 import pandas as pd
 import pytest
 from conftest import EXAMPLES, ROOT, compose_config
+from huggingface_hub import constants
 
 from grpo.config import early
 from grpo.data.glance import columns_in
@@ -69,7 +70,7 @@ def test_the_lines_of_a_mistake(mine, tmp_path):
 
 
 def test_a_model_and_rows_that_are_nowhere_are_named_together(monkeypatch):
-    monkeypatch.setattr(early.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     early.no_hub.cache_clear()
     line = refused("model=path", "model.path=org/no_such_model", "task=gsm8k", "task.path=org/no_such_rows")
     assert line.startswith(
@@ -87,8 +88,8 @@ def test_a_model_and_rows_that_are_nowhere_are_named_together(monkeypatch):
 
 
 def test_what_is_on_this_machine_or_may_come_from_the_hub_is_not_refused(monkeypatch, tmp_path, mine):
-    monkeypatch.setattr(early.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(early.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     early.no_hub.cache_clear()
     (tmp_path / "models--org--name").mkdir()
     (tmp_path / "datasets--org--rows").mkdir()
