@@ -105,6 +105,12 @@ def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, m
     assert gap(model, PROMPTS, completions, 0.7) < BOUND
 
 
+def test_each_prompt_may_have_its_own_temperature(engine, model):
+    completions = engine.sample(PROMPTS, Sampling(24), seeds=[1, 2, 3], temperatures=[0.7, 1.3, 0.7])
+    for at, temperature in enumerate([0.7, 1.3, 0.7]):
+        assert gap(model, PROMPTS[at : at + 1], completions[at : at + 1], temperature) < BOUND
+
+
 def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
     completions = engine.sample(PROMPTS, Sampling(24, temperature=0), seeds=[1, 2, 3])
     for prompt, completion in zip(PROMPTS, completions, strict=True):

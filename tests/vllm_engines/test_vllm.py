@@ -105,6 +105,18 @@ def test_temperature_changes_what_is_drawn(engine, model):
         engine.sample([[5, 6, 7]], Sampling(max_tokens=1, temperature=2.5), seeds=[0])
 
 
+def test_each_prompt_may_have_its_own_temperature(engine, model):
+    own = [0.7, 1.3] * 3
+    together = engine.sample(PROMPTS * 2, Sampling(max_tokens=24), range(6), temperatures=own)
+    for at, temperature in enumerate(own[:2]):
+        prompts, completions = (PROMPTS * 2)[at::2], together[at::2]
+        assert gap(model, prompts, completions, temperature) < 1e-5
+        alone = engine.sample(prompts, Sampling(max_tokens=24, temperature=temperature), range(at, 6, 2))
+        assert [done.ids for done in completions] == [done.ids for done in alone]
+    with pytest.raises(UserError, match="vLLM takes at most 2"):
+        engine.sample(PROMPTS[:2], Sampling(max_tokens=1), [0, 1], temperatures=[1.0, 2.5])
+
+
 def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
     completions = engine.sample(PROMPTS, Sampling(max_tokens=24, temperature=0, top_p=0.5), seeds=[1, 2, 3])
     for prompt, completion in zip(PROMPTS, completions, strict=True):
