@@ -33,7 +33,7 @@ class Questions:
 
 def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
     """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones, and
-    others raise MissingRows. Code of the user's plays a made-up episode: see `try_task`. trains: whether the run plays episodes of
+    others raise MissingRows. Code of the user's plays a made-up episode (`try_task`). trains: whether the run plays episodes of
     the task."""
     try:
         splits = evaluator.loaded(task, trains)

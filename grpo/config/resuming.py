@@ -18,7 +18,6 @@ from grpo.rollout.types import Plan
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import write_text
 from grpo.system.output.secrets import MASK, masked_values
-from grpo.system.output.words import plural
 from grpo.system.settings import flat
 
 log = logging.getLogger(__name__)
@@ -282,7 +281,7 @@ def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> Non
         if split in recorded:
             now, then = data_facts(rows), recorded[split]
             if name := next((name for name in now if name in then and now[name] != then[name]), None):
-                differences.append(f"{split} has {plural(now['rows'], 'row')}, {name}={now[name]} (was {then[name]})")
+                differences.append(f"{split} has {now['rows']} rows, {name}={now[name]} (was {then[name]})")
     if differences and config.resume.changes != "allow":
         line = f"the run to resume had other data: {'; '.join(differences)}"
         raise UserError(f"{line}; give it the same rows, or set resume.changes=allow")

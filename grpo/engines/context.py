@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo.system.errors import UserError
-from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +16,7 @@ def check_context(prompt: int, answer: int, context: int | None, way_out: str = 
     """Raise UserError if a prompt and its answer, both in tokens, exceed a context. context: None has no limit.
     way_out: what to do besides shorter prompts."""
     if context is not None and prompt + answer > context:
-        tokens = f"a prompt of {plural(prompt, 'token')} and an answer of {answer}"
+        tokens = f"a prompt of {prompt} tokens and an answer of {answer}"
         raise UserError(f"{tokens} exceed the context of {context}: {way_out}, or use shorter prompts")
 
 
