@@ -218,7 +218,10 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     failed = [f"{job} ({folder}/{job}/output.txt)" for job in (1, 3)]
     assert again.stderr == f"error: 2 of the sweep's 4 jobs failed: {', '.join(failed)}\n"
     assert "sweep of 4 jobs, 1 of them finished before, 2 at a time" in again.stdout
-    assert "job 1 failed: rollout.num_rollouts=1 prompt_limit.max_tokens=3: error: the prompt of train example 1" in again.stdout
+    assert (
+        "job 1 failed: rollout.num_rollouts=1 prompt_limit.max_tokens=3: error: the prompt of train example 1"
+        in again.stdout
+    )
     assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
