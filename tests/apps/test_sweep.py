@@ -206,10 +206,10 @@ def status(job: Path) -> str | None:
 
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
-    """Jobs 1 and 3 fail, since no prompt fits the model. When the sweep is killed, job 0 has finished and job 2 has not."""
+    """Jobs 1 and 3 fail, since no prompt fits their limit. When the sweep is killed, job 0 has finished and job 2 has not."""
     settings = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1", "eval.every=3"]
     folder = tmp_path / "sweep"
-    swept = ["rollout.num_rollouts=1,12", "max_tokens=8,4090"]
+    swept = ["rollout.num_rollouts=1,12", "prompt_limit.max_tokens=null,3"]
     command = sweep_command(smoke, folder, *settings, *swept, "hydra.launcher.jobs=2")
     first = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -231,7 +231,10 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     failed = [f"{job} ({folder}/{job}/output.txt)" for job in (1, 3)]
     assert again.stderr == f"error: 2 of the sweep's 4 jobs failed: {', '.join(failed)}\n"
     assert "sweep of 4 jobs, 1 of them finished before, 2 at a time" in again.stdout
-    assert "job 1 failed: rollout.num_rollouts=1 max_tokens=4090: error: the prompt of train example 1" in again.stdout
+    assert (
+        "job 1 failed: rollout.num_rollouts=1 prompt_limit.max_tokens=3: error: the prompt of train example 1"
+        in again.stdout
+    )
     assert f"written to {folder}/report.html" in again.stdout and (folder / "report.html").exists()
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
