@@ -38,9 +38,9 @@ def overview(config_name: str, overrides: Sequence[str] = ()) -> str:
     lines = ["The groups and their options; * is the one in use:", ""]
     for group, phrase in groups.items():
         named = [f"*{HARD}{name}" if name in used(choices.get(group)) else name for name in options(group)]
-        lines += [f"{group:<{LEFT}}{phrase}", *filled(", ".join(named))]
+        lines += [f"{group:<{LEFT}}{phrase}", *indented(", ".join(named))]
     others = [key for key in keys if key not in OURS and key not in groups]
-    lines += ["", "Other keys:", *filled(", ".join(others))]
+    lines += ["", "Other keys:", *indented(", ".join(others))]
     lines += [
         "",
         "--help GROUP: one group, as --help rollout. --help all: every option and key, with its meaning and range.",
@@ -48,7 +48,7 @@ def overview(config_name: str, overrides: Sequence[str] = ()) -> str:
     return "\n".join(lines).replace(HARD, " ")
 
 
-def filled(text: str) -> list[str]:
+def indented(text: str) -> list[str]:
     """Return a text as lines to the right of the groups' names."""
     indent = " " * LEFT
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

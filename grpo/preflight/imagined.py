@@ -153,7 +153,7 @@ def in_sampling(
         logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=dtype)
         at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]
         uniform = at_once.new_empty(len(at_once), dtype=torch.float64)
-        NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, None)
+        NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, 1.0, None)
     return live.most.total()
 
 
