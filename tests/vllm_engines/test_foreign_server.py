@@ -250,7 +250,7 @@ def test_the_gpus_of_a_server_are_counted_among_those_of_this_process(monkeypatc
         ("4,5", "0,4", "GPU 4, counted"),
         ("-1", 0, "sees 0 GPUs"),
         ("", 0, "sees 0 GPUs"),
-        ("4,-1,5", 1, "sees 1 GPUs"),
+        ("4,-1,5", 1, "sees 1 GPU,"),
     ],
 )
 def test_a_gpu_that_this_process_does_not_see_is_refused(monkeypatch, given, chosen, line):

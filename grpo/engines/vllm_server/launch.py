@@ -91,9 +91,10 @@ class Servers:
         if devices is not None and len(devices) != count:
             raise UserError(f"engine.devices={list(devices)} must name GPUs for each of engine.count={count} servers")
         self._gpus = None if devices is None else [*map(visible, devices)]
-        self.ports = free_ports(count) if self.port is None else [self.port + i for i in range(count)]
+        self.ports = [self.port + i for i in range(count)] if self.port else []
         for port in self.ports:
             check_port(HOST, port)
+        self.ports = self.ports or free_ports(count)
         self.folder = Path(self.logs).resolve()  # stays right if the process changes its working directory
         self._guards: dict[int, subprocess.Popen] = {}
         self._begun: dict[int, int] = {}  # by port: where in the log the latest start begins
