@@ -105,6 +105,13 @@ def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, m
     assert gap(model, PROMPTS, completions, 0.7) < BOUND
 
 
+def test_what_only_vllm_takes_reaches_a_server(engine, model):
+    more = {"min_tokens": 8, "presence_penalty": 0.5, "logit_bias": {22: 100, 23: 99}, "bad_words": ["3"]}
+    completions = engine.sample(PROMPTS, Sampling(12, vllm=more), seeds=[1, 2, 3])
+    assert {token for completion in completions for token in completion.ids} == {22, 23}
+    assert gap(model, PROMPTS, completions) < BOUND
+
+
 def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
     completions = engine.sample(PROMPTS, Sampling(24, temperature=0), seeds=[1, 2, 3])
     for prompt, completion in zip(PROMPTS, completions, strict=True):
