@@ -3,7 +3,6 @@
 A draft decides how many tokens a step gives, and nothing else: arXiv 2211.17192.
 """
 
-import itertools
 import re
 
 import pytest
@@ -37,19 +36,25 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture
-def steps(monkeypatch) -> list[tuple[int, int]]:
-    """The number of tokens of drafts in each step, and of those that came of it."""
+def steps(monkeypatch) -> list[tuple[int, int, int]]:
+    """The number of tokens of drafts in each step, of those that came of it, and of requests."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     counted, verify = [], RejectionSampler.forward
 
     def forward(self, metadata, *rest):
         out = verify(self, metadata, *rest)
-        counted.append((sum(metadata.num_draft_tokens), int((out.sampled_token_ids >= 0).sum())))
+        drafts = metadata.num_draft_tokens
+        counted.append((sum(drafts), int((out.sampled_token_ids >= 0).sum()), len(drafts)))
         return out
 
     monkeypatch.setattr(RejectionSampler, "forward", forward)
     return counted
+
+
+def taken(steps: list[tuple[int, int, int]]) -> int:
+    """Return how many tokens of drafts were kept: each request gets one token more than that."""
+    return sum(given - requests for _, given, requests in steps)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -57,7 +62,7 @@ def steps(monkeypatch) -> list[tuple[int, int]]:
 def test_log_probabilities_are_those_of_the_whole_vocabulary_at_the_temperature(llama, steps, temperature, filters):
     engine, model, _ = llama
     completions = engine.sample(EVERY, Sampling(32, temperature, **filters), seeds=range(len(EVERY)))
-    assert sum(drafted for drafted, _ in steps) > 50
+    assert sum(drafted for drafted, _, _ in steps) > 20
     assert gap(model, EVERY, completions, temperature) < 1e-5
     if "top_k" in filters:
         for prompt, completion in zip(EVERY, completions, strict=True):
@@ -68,7 +73,7 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary_at_the_temperature(
 def test_greedy_tokens_have_the_largest_logit(llama, steps):
     engine, model, _ = llama
     completions = engine.sample(PROMPTS, Sampling(64, temperature=0), seeds=[1, 2, 3])
-    assert sum(given for _, given in steps) > 1.5 * len(steps) * len(PROMPTS)  # drafts are taken
+    assert taken(steps) > 20
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         logits = next_logits(model, prompt, completion)
         own = logits.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
@@ -82,8 +87,17 @@ def test_guided_samples_match_and_keep_the_models_own_log_probabilities(llama, s
     completions = engine.sample(EVERY, sampling, seeds=range(len(EVERY)))
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions if c.finish == "stop"]
     assert len(set(texts)) > 3 and all(re.fullmatch("(12 ){4}[0-9]+c", text) for text in texts), texts
-    assert sum(drafted for drafted, _ in steps) > 10
+    assert sum(drafted for drafted, _, _ in steps) > 10
     assert gap(model, EVERY, completions, 0.7) < 1e-5
+
+
+def test_each_token_of_a_draft_has_the_settings_of_its_request(llama):
+    """vLLM's CPU build leaves memory as it was in their place, so that its temperatures are random numbers."""
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    temperatures, ends = torch.tensor([0.5, 0.0, 2.0, 0.7]), torch.tensor([2, 2, 3, 5], dtype=torch.int32)
+    assert expand_batch_to_tokens(temperatures, ends, 5, 0, 1).tolist() == pytest.approx([0.5, 0.5, 2.0, 0.7, 0.7])
+    assert expand_batch_to_tokens(temperatures, ends + torch.tensor([0, 1, 1, 1], dtype=torch.int32), 6, 0, 1)[2] == 1.0
 
 
 def test_a_seed_decides_whatever_else_is_in_the_batch(llama):
@@ -95,46 +109,33 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(llama):
     assert len({c.ids for c in together}) == len(EVERY)
 
 
-def test_tokens_follow_the_probabilities(tmp_path, steps):
-    """The second and third token of 6,000 completions, after each of which a draft was offered: 144 pairs, chi-square."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=12,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    engine = VLLMEngine(str(tmp_path), args={**ARGS, "max_model_len": 64})
-    engine.load_weights(model, 0)
-    prompt, draws = [*range(12), *range(12)], 6000
-    found = engine.sample([prompt] * draws, Sampling(4, 0.9), seeds=range(draws))
-    engine.close()
-    offered, given = (sum(counts) for counts in zip(*steps, strict=True))
-    assert offered > draws and given > 0
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_tokens_follow_the_probabilities(llama, steps, top_k):
+    """The second token of 4,000 completions, whose prompt ends like the text before it, so that drafts are often right."""
+    engine, model, _ = llama
+    size, end, draws, temperature = model.config.vocab_size, model.config.eos_token_id, 4000, 0.4
+    (said,) = engine.sample([[60]], Sampling(80, temperature=0), [0])
+    prompt = [60, *said.ids]
+    steps.clear()
+    found = engine.sample([prompt] * draws, Sampling(3, temperature, top_k=top_k), seeds=range(draws))
+    assert sum(drafted for drafted, _, _ in steps) > draws / 2 and taken(steps) > draws / 20
 
-    starts = torch.tensor([[*prompt, *pair] for pair in itertools.product(range(12), repeat=2)])
     with torch.no_grad():
-        probs = (model(starts).logits[:, -3:] / 0.9).softmax(-1)  # of the first token, the second, the third
-    first, second, third = (probs[:, i].view(12, 12, 12) for i in range(3))  # by the tokens before
-    expected = torch.einsum("a,ab,abc->bc", first[0, 0], second[:, 0], third) * draws
-    assert expected.sum().item() == pytest.approx(draws, rel=1e-4)
-    counts = torch.zeros(12, 12)
-    for completion in found:
-        counts[completion.ids[1], completion.ids[2]] += 1
+        rows = torch.tensor([[*prompt, i] for i in range(size)]).split(32)
+        logits = torch.cat([model(part, logits_to_keep=2).logits for part in rows]) / temperature  # [size, 2, size]
+    if top_k:
+        logits[logits < logits.topk(top_k).values[..., -1:]] = -torch.inf
+    probs = logits.softmax(-1)
+    first = probs[0, 0].clone()
+    first[end] = 0  # it has no second token
+    expected = draws * first @ probs[:, 1]
+    counts = torch.bincount(torch.tensor([c.ids[1] for c in found if len(c.ids) > 1]), minlength=size)
     common = expected > 5
-    seen, due = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
+    seen, due = ([*x[common].tolist(), draws - x[common].sum().item()] for x in (counts, expected))
+    assert not counts[expected == 0].any() and len(seen) > 5
     free = len(seen) - 1
     # exceeds k + 5 sqrt(2 k) with a probability below 1e-4
-    assert ((seen - due).square() / due.clamp(min=1)).sum() < free + 5 * (2 * free) ** 0.5
+    assert sum((x - y) ** 2 / max(y, 1) for x, y in zip(seen, due, strict=True)) < free + 5 * (2 * free) ** 0.5
 
 
 def test_a_draft_that_would_change_the_distribution_is_refused(tmp_path):
@@ -144,7 +145,7 @@ def test_a_draft_that_would_change_the_distribution_is_refused(tmp_path):
         VLLMEngine(folder, args=ARGS | {"speculative_config": synthetic})
 
 
-def test_a_run_with_a_draft_passes_the_preflight_and_trains_on_exact_log_probabilities(smoke, tmp_path):
+def test_a_run_with_a_draft_trains_on_exact_log_probabilities(smoke, tmp_path):
     draft = "+engine.args.speculative_config={method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 2}"
     more = ["engine.args.kv_cache_memory_bytes=67108864", "rollout.sampling.temperature=0.8", "max_tokens=16"]
     learned(smoke("engine=vllm", draft, *more))

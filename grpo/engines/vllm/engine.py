@@ -9,6 +9,7 @@ With several ranks vLLM is built once they have met: without their process group
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,7 @@ class VLLMEngine:
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
+            _let_numba_be_there()
         args = {name: value for name, value in (args or {}).items() if value is not None}
         check_draft(args)
         self._has_draft = "speculative_config" in args
@@ -290,3 +292,10 @@ def _skip_compiled_ranks() -> None:
     import vllm.v1.sample.sampler as sampler
 
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+
+
+def _let_numba_be_there() -> None:
+    """Let vLLM's CPU build read numba's modules, which a draft has loaded: it takes the `__dict__` of whatever they hold, and the
+    library of llvmlite answers with a function of that name."""
+    if ffi := sys.modules.get("llvmlite.binding.ffi"):
+        ffi.lib._fntab.setdefault("__dict__", {})
