@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo.engines.only_vllm import check_only_vllm
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.tokens import CompletionLike
-from grpo.system.errors import UserError
 from grpo.system.ranges import Count, NonNegative, Positive, ShareBelow1, SomeShare, Whole, enforced
 
 if TYPE_CHECKING:  # eval.py compare= must not import torch
@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # eval.py compare= must not import torch
 
 Prompts = Sequence[Sequence[int]]  # token ids
 Done = Callable[[int, CompletionLike], None]  # see `Engine.sample`
-GUIDES = ("regex", "json", "grammar", "choice")
 
 
 @enforced("sampling")
@@ -26,7 +25,7 @@ class Sampling:
     negative ones (arXiv 1909.05858).
     stop_ids: tokens that end a completion, in addition to the model's own. stop: texts that do.
     guided: forces the form of every completion, in engines that support it: one of `{"regex": PATTERN}`, `{"json": SCHEMA}`,
-    `{"grammar": EBNF}`, `{"choice": [TEXT, ...]}`.
+    `{"grammar": EBNF}`, `{"choice": [TEXT, ...]}`. vllm: further parameters of vLLM, by its own names (`only_vllm`).
     """
 
     max_tokens: Count
@@ -38,11 +37,11 @@ class Sampling:
     stop_ids: Sequence[Whole] = ()
     guided: Mapping[str, Any] | None = None
     stop: StopTexts | tuple[()] = ()
+    vllm: Mapping[str, Any] | None = None
     temperatures: Sequence[Positive] = ()  # of the samples of a group in turn, in place of `temperature`
 
     def __post_init__(self) -> None:
-        if self.guided is not None and (len(self.guided) != 1 or not self.guided.keys() <= set(GUIDES)):
-            raise UserError(f"sampling.guided={dict(self.guided)} must have exactly one key of {', '.join(GUIDES)}")
+        check_only_vllm(self.guided, self.vllm)
 
 
 class Engine(Protocol):

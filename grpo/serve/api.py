@@ -18,6 +18,7 @@ from grpo.env.tokens import Completion
 from grpo.serve.batching import Batching
 from grpo.serve.clients import client_router
 from grpo.serve.dialects.request import CompletionRequest, Fields
+from grpo.serve.dialects.writing import vllm_rows
 from grpo.serve.gate import Gate, TimedConnection
 from grpo.serve.refusals import refuse
 from grpo.serve.served_weights import Adapter
@@ -25,6 +26,7 @@ from grpo.serve.service import RAW_TOKENS, Json, Service, own_request
 from grpo.serve.trl import trl_router
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
+from grpo.system.ranges import Whole
 
 
 def make_app(service: Service) -> FastAPI:
@@ -90,27 +92,31 @@ def generate_router(service: Service) -> APIRouter:
         """Answer `messages`, a list of conversations, or `prompt`: a text, or {"prompt_token_ids": [...]}."""
         fields = Fields(body)
         messages, prompt = fields.take("messages", list), fields.pop("prompt", None)
+        likely = fields.take("prompt_logprobs", Whole)
         if (messages is None) == (prompt is None):
             raise UserError("give either messages (a list of conversations) or prompt (a text or token ids)")
         if messages is None:
-            request = own_request(fields, RAW_TOKENS)
+            request = replace(own_request(fields, RAW_TOKENS), prompt_logprobs=likely)
             prompts = await service.read(service.prompt_ids, [prompt], request.n)
             written = of_one_prompt
         else:
             request = own_request(fields)
-            request = replace(request, settings={"temperature": 0.7, **request.settings})
+            settings = {"temperature": 0.7, **request.settings}
+            request = replace(request, settings=settings, prompt_logprobs=likely)
             prompts = await service.read(service.chat_ids, messages, request.n)
             written = of_conversations
+        scored = service.scored(request)
         completions = await service.sample(prompts, request)
-        return await service.run_in_thread(written, service, prompts, completions, request)
+        scores = await service.scores(request, prompts) if scored else []
+        return await service.run_in_thread(written, service, prompts, completions, request, scores)
 
     return router
 
 
 def of_conversations(
-    service: Service, prompts: Sequence[tuple], done: Sequence[Completion], request: CompletionRequest
+    service: Service, prompts: Sequence[tuple], done: Sequence[Completion], request: CompletionRequest, scores: Sequence
 ) -> Response:
-    """Return the answer to conversations. done: the completions, n of each prompt."""
+    """Return the answer to conversations. done: the completions, n of each prompt. scores: of each prompt, or of none."""
     content = {
         "prompt": [service.prompt_text(prompt) for prompt in prompts],
         "completion": [service.text(completion, request.stop) for completion in done],
@@ -119,11 +125,13 @@ def of_conversations(
         "old_log_probs": [completion.logprobs for completion in done],
         "finish_reasons": [completion.finish for completion in done],
     }
+    if scores:
+        content["prompt_logprobs"] = [vllm_rows(row, lambda i: service.prompt_text([i])) for row in scores]
     return Response(strict_json(content), media_type="application/json")
 
 
 def of_one_prompt(
-    service: Service, prompts: Sequence[tuple], done: Sequence[Completion], request: CompletionRequest
+    service: Service, prompts: Sequence[tuple], done: Sequence[Completion], request: CompletionRequest, scores: Sequence
 ) -> Response:
     """Return the answer in the form that Atropos reads from vLLM: for each token a list of one {id: log-probability}."""
     (prompt,) = prompts
@@ -135,6 +143,8 @@ def of_one_prompt(
         "prompt_token_ids": prompt,
         "token_ids": [completion.ids for completion in done],
     }
+    if scores:
+        content["prompt_logprobs"] = vllm_rows(scores[0], lambda i: service.prompt_text([i]))
     return Response(strict_json(content), media_type="application/json")
 
 

@@ -156,15 +156,7 @@ class Service:
         """Return n answers to each prompt of a request. Raises UserError and Unavailable."""
         function, inputs = (self.prompt_ids, request.prompts) if request.prompts else (self.rendered, [request])
         prompts = await self.read(function, inputs, request.n)
-        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
-        scored = top or request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)
-        self.batching.check_ready()
-        engine = self.batching.engine
-        if scored and not hasattr(engine, "score"):
-            line = "gives log-probabilities of sampled tokens only: ask for logprobs=0, and for none of the prompt"
-            raise UserError(f"the engine {type(engine).__name__} {line}")
-        if top > LIKELIEST:
-            raise UserError(f"{top} alternatives of a token are too many: ask for at most {LIKELIEST}")
+        scored = self.scored(request)
         each = [prompt for prompt in prompts for _ in range(request.n)]
         if request.max_tokens == 0 and (scored or request.prompts):  # an empty completion, as of OpenAI's older API
             self.check_size(prompts, request.n, 0)
@@ -174,8 +166,26 @@ class Service:
         rows = [prompt + completion.ids for prompt, completion in zip(each, completions, strict=True)]
         scores = [()] * len(each)
         if scored:
-            scores = await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top)))
+            scores = await self.scores(request, rows)
         return await self.run_in_thread(self.answered, request, each, completions, scores)
+
+    def scored(self, request: CompletionRequest) -> bool:
+        """Return whether the answer needs `scores`. Raises UserError if the engine has none, and Unavailable."""
+        most = max(request.logprobs or 0, request.prompt_logprobs or 0)
+        scored = most > 0 or request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)
+        self.batching.check_ready()
+        engine = self.batching.engine
+        if scored and not hasattr(engine, "score"):
+            line = "gives log-probabilities of sampled tokens only: ask for logprobs=0, and for none of the prompt"
+            raise UserError(f"the engine {type(engine).__name__} {line}")
+        if most > LIKELIEST:
+            raise UserError(f"{most} alternatives of a token are too many: ask for at most {LIKELIEST}")
+        return scored
+
+    async def scores(self, request: CompletionRequest, rows: Sequence[tuple[int, ...]]) -> list:
+        """Return the log-probabilities of each token of rows, with as many alternatives as the request wants."""
+        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
+        return await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top)))
 
     def answered(
         self, request: CompletionRequest, prompts: Sequence, completions: Sequence[Completion], scores: Sequence

@@ -45,6 +45,7 @@ def check_request(request: CompletionRequest) -> None:
     reasons = {
         "n above 1": request.count > 1,
         "a form of the answer": "guided" in request.settings,
+        ", ".join(request.settings.get("vllm", ())): "vllm" in request.settings,
         "chat_template_kwargs": request.template,
         "echo or prompt_logprobs": request.echo or request.prompt_logprobs is not None,
         "max_tokens=0": request.max_tokens == 0,

@@ -31,7 +31,13 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
-    | {"renderer.template_args", "rollout.sampling.guided", "eval.sampling.guided"}
+    | {
+        "renderer.template_args",
+        "rollout.sampling.guided",
+        "eval.sampling.guided",
+        "rollout.sampling.vllm",
+        "eval.sampling.vllm",
+    }
     | {"optim.schedule.scheduler_specific_kwargs", "judge.request"}
     | {"task.config", "task.arguments", "task.settings"},
 }

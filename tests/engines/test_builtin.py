@@ -270,9 +270,9 @@ def test_stop_texts_end_a_completion_at_the_token_that_completes_them(engine, to
     assert Sampling(24, stop=stops) == Sampling(24, stop=StopTexts(stops.texts, str)) != Sampling(24)
 
 
-def test_what_cannot_be_guided_is_refused(engine):
-    with pytest.raises(UserError, match="set engine=vllm"):
-        engine.sample([PROMPTS[0]], Sampling(8, guided={"regex": "[0-9]+"}), seeds=[0])
+def test_what_only_vllm_takes_is_refused(engine):
+    with pytest.raises(UserError, match="does not take guided, min_tokens: set engine=vllm"):
+        engine.sample([PROMPTS[0]], Sampling(8, guided={"regex": "[0-9]+"}, vllm={"min_tokens": 2}), seeds=[0])
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,7 @@ def test_what_cannot_be_guided_is_refused(engine):
     [
         {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"max_tokens": 0}, {"repetition_penalty": 0},
         {"stop_ids": ["</s>"]}, {"guided": {"regx": "a"}}, {"guided": {"regex": "a", "choice": ["a"]}},
+        {"vllm": {"min_token": 1}}, {"vllm": {"min_tokens": -1}}, {"vllm": {"logit_bias": {3: 101}}},
     ],
 )  # fmt: skip
 def test_sampling_out_of_range_is_refused(wrong):

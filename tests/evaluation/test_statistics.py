@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t, ttest_1samp
 
-from benchmarks.coverage import SHARE, arm, arms, cases, clustered, covered, greedy, lengths, pairs, single
+from benchmarks.intervals import SHARE, arm, arms, cases, clustered, covered, greedy, lengths, pairs, single
 from grpo.evaluation.statistics import (
     arm_interval,
     compare_arms,

@@ -137,7 +137,7 @@ def test_a_choice_of_tools(choice, shown):
         (CHAT, [], "must be a JSON object"),
         (CHAT, {}, "there is no message"),
         (CHAT, {"messages": QUESTION, "images": 1}, "no field 'images'"),
-        (CHAT, {"messages": QUESTION, "presence_penalty": 1}, "use repetition_penalty"),
+        (CHAT, {"messages": QUESTION, "length_penalty": 2}, "length_penalty=2 is not supported"),
         (CHAT, {"messages": QUESTION, "n": 0}, "n=0 must be an integer of at least 1"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text only"),
         (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "is no message"),
@@ -153,7 +153,7 @@ def test_a_choice_of_tools(choice, shown):
         (ANTHROPIC, {"messages": [{"role": "user"}]}, "lacks what it needs: 'content'"),
         (ANTHROPIC, {"messages": QUESTION, "thinking": {"type": "enabled"}}, "thinking="),
         (ANTHROPIC, {"messages": QUESTION, "n": 2}, "no field 'n'"),
-        (TOKENS, {"token_ids": [1], "sampling_params": {"min_tokens": 4}}, "min_tokens=4 is not supported"),
+        (TOKENS, {"token_ids": [1], "sampling_params": {"best_of": 4}}, "best_of=4 is not supported"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_or_honoured_is_one_line(dialect, body, line):
@@ -161,6 +161,22 @@ def test_what_cannot_be_read_or_honoured_is_one_line(dialect, body, line):
         dialect.read(body)
     assert "\n" not in str(refused.value)
     json.dumps(dialect.failure(400, str(refused.value)))
+
+
+def test_what_only_vllm_takes_goes_to_the_engine_unless_it_changes_nothing():
+    """Keys of logit_bias are texts in JSON, and ids for the engine."""
+    wanted = {
+        "min_tokens": 4,
+        "ignore_eos": True,
+        "presence_penalty": 0.5,
+        "logit_bias": {"7": -1},
+        "bad_words": ["no"],
+    }
+    neutral = {"frequency_penalty": 0.0}
+    expected = {"vllm": wanted | {"logit_bias": {7: -1}}}
+    assert CHAT.read({"messages": QUESTION, **wanted, **neutral}).settings == expected
+    assert TOKENS.read({"token_ids": [1], "sampling_params": wanted | neutral}).settings == expected
+    assert COMPLETIONS.read({"prompt": "a", "min_tokens": 0, "ignore_eos": False, "logit_bias": {}}).settings == {}
 
 
 def test_the_text_is_cut_at_the_first_stop_text():

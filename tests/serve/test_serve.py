@@ -99,6 +99,21 @@ def test_a_text_is_a_prompt_too_and_stop_ids_end(server):
     assert (ids(stopped), stopped["finish_reasons"]) == (ids(first)[:2], ["stop"])
 
 
+def test_prompts_have_log_probabilities_where_they_are_wanted(server, toy_model):
+    expected = logprobs(toy_model, PROMPT[:1], PROMPT[1:])
+    first, *rows = server.generate(n=2, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    assert first is None and [row[str(i)]["logprob"] for row, i in zip(rows, PROMPT[1:], strict=True)] == pytest.approx(
+        expected, abs=1e-5
+    )
+    assert rows[-1]["23"]["decoded_token"] == "2"
+    asked = {"messages": [[{"role": "user", "content": text}] for text in ("12 + 7?", "coins")], "max_tokens": 1}
+    answer = server("/generate", asked | {"prompt_logprobs": 2})
+    for prompt, rows in zip(answer["prompt_token_ids"], answer["prompt_logprobs"], strict=True):
+        assert len(rows) == len(prompt) and all(2 <= len(row) <= 3 for row in rows[1:])
+        found = [row[str(i)]["logprob"] for row, i in zip(rows[1:], prompt[1:], strict=True)]
+        assert found == pytest.approx(logprobs(toy_model, prompt[:1], prompt[1:]), abs=1e-5)
+
+
 def test_conversations(server, toy_model):
     conversations = [[{"role": "user", "content": text}] for text in ("12 + 7?", "coins")]
     answer = server("/generate", {"messages": conversations, "max_tokens": 6, "top_p": 1, "top_k": -1})
@@ -168,7 +183,12 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"prompt": None}, "either messages"),
         ({"prompt": None, "messages": [[{"role": "king", "content": "x"}]]}, "needs a role (system, user"),
         ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is no conversation"),
-        ({"prompt_logprobs": 0}, "no field 'prompt_logprobs'"),
+        ({"prompt_logprobs": 21}, "21 alternatives of a token are too many"),
+        ({"min_tokens": 2, "presence_penalty": 0.5}, "does not take min_tokens, presence_penalty: set engine=vllm"),
+        ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 must be a number of at least -2 and at most 2"),
+        ({"logit_bias": {"a": 1}}, "logit_bias={a: 1} must be a mapping, each key an integer of at least 0"),
+        ({"bad_words": "no"}, "bad_words=no must be a list"),
         ({"logprobs": 5}, "logprobs=5 must be an integer of at least 0 and at most 1"),
         ({"stream": True}, "use /v1/completions"),
         ({"stop": ["a"] * 65}, "at most 64 stop texts"),
@@ -592,6 +612,8 @@ def test_it_serves_vllm(toy, other):
             echo = client("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2})
             values = echo["choices"][0]["logprobs"]["token_logprobs"]
             assert values[1:] == pytest.approx(logprobs(model, PROMPT[:1], PROMPT[1:]), abs=1e-5)
+        answer = client.generate(n=2, max_tokens=6, min_tokens=6, logit_bias={"22": 100}, prompt_logprobs=1)
+        assert answer["token_ids"] == [[22] * 6] * 2 and len(answer["prompt_logprobs"]) == len(PROMPT)
         asked = {"prompt": PROMPT, "max_tokens": 24, "seed": 1}
         whole = client("/v1/completions", asked)["choices"][0]["text"]
         stop = next(letter for letter in whole[2:] if letter.isascii())

@@ -111,6 +111,13 @@ def test_each_prompt_may_have_its_own_temperature(engine, model):
         assert gap(model, PROMPTS[at : at + 1], completions[at : at + 1], temperature) < BOUND
 
 
+def test_what_only_vllm_takes_reaches_a_server(engine, model):
+    more = {"min_tokens": 8, "presence_penalty": 0.5, "logit_bias": {22: 100, 23: 99}, "bad_words": ["3"]}
+    completions = engine.sample(PROMPTS, Sampling(12, vllm=more), seeds=[1, 2, 3])
+    assert {token for completion in completions for token in completion.ids} == {22, 23}
+    assert gap(model, PROMPTS, completions) < BOUND
+
+
 def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
     completions = engine.sample(PROMPTS, Sampling(24, temperature=0), seeds=[1, 2, 3])
     for prompt, completion in zip(PROMPTS, completions, strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,17 @@ def test_guided_samples_match_and_keep_the_models_own_logprobs(llama, guided, ma
     assert (
         gap(model, prompts, completions, temperature) < 1e-5
     )  # over the whole vocabulary, not only the tokens that the guide allows
+
+
+def test_bad_words_are_not_said(llama):
+    engine, model, tokenizer = llama
+    prompts = PROMPTS * 10
+    common, _ = Counter(i for c in engine.sample(prompts, Sampling(48), range(30)) for i in c.ids).most_common(1)[0]
+    word = tokenizer.decode([common])
+    without = engine.sample(prompts, Sampling(48, vllm={"bad_words": [word]}), range(30))
+    assert tokenizer.encode(word, add_special_tokens=False) == [common]
+    assert all(common not in completion.ids for completion in without)
+    assert gap(model, prompts, without) < 1e-5
 
 
 def test_guides_filters_and_free_samples_do_not_touch_each_other(llama):

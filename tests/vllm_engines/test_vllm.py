@@ -214,6 +214,39 @@ def test_eos_ends_a_completion_and_belongs_to_it(engine, model):
     assert last == EOS  # also the one that only generation_config.json names
 
 
+def test_min_tokens_and_ignore_eos(engine, model):
+    late = engine.sample([[5, 6, 7]] * 64, Sampling(32, vllm={"min_tokens": 8}), seeds=range(64))
+    assert all(EOS.isdisjoint(completion.ids[:8]) for completion in late)
+    assert {completion.finish for completion in late} == {"stop", "length"}
+    through = engine.sample([[5, 6, 7]] * 64, Sampling(32, vllm={"ignore_eos": True}), seeds=range(64))
+    assert {(len(completion.ids), completion.finish) for completion in through} == {(32, "length")}
+    assert any(not EOS.isdisjoint(completion.ids) for completion in through)
+    assert gap(model, [[5, 6, 7]] * 128, [*late, *through]) < 1e-5
+    with pytest.raises(UserError, match="min_tokens=9 is above max_tokens=8"):
+        engine.sample(PROMPTS, Sampling(8, vllm={"min_tokens": 9}), seeds=[1, 2, 3])
+
+
+def test_penalties_count_the_tokens_of_the_completion_and_log_probabilities_do_not(engine, model):
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.25}
+    completions = engine.sample(PROMPTS, Sampling(24, temperature=0, vllm=penalties), seeds=[1, 2, 3])
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        counts = torch.zeros(VOCAB)
+        for logits, token in zip(next_logits(model, prompt, completion), completion.ids, strict=True):
+            assert (logits - 1.0 * (counts > 0) - 0.25 * counts).argmax() == token
+            counts[token] += 1
+    plain = engine.sample(PROMPTS, Sampling(24, temperature=0), seeds=[1, 2, 3])
+    assert [c.ids for c in plain] != [c.ids for c in completions]
+    assert gap(model, PROMPTS, completions) < 1e-5
+
+
+def test_a_bias_is_added_to_logits_and_not_to_log_probabilities(engine, model):
+    biased = engine.sample(PROMPTS, Sampling(6, vllm={"logit_bias": {7: 100, 8: 99.5}}), seeds=[1, 2, 3])
+    assert {token for completion in biased for token in completion.ids} == {7, 8}
+    assert gap(model, PROMPTS, biased) < 1e-5
+    with pytest.raises(UserError, match="bad_words needs text"):
+        engine.sample(PROMPTS, Sampling(8, vllm={"bad_words": ["a"]}), seeds=[1, 2, 3])
+
+
 def test_eos_falls_back_to_the_config(tmp_path):
     assert eos_token_ids(str(tmp_path), 7) == [7]
     assert eos_token_ids(str(tmp_path), [7, 8]) == [7, 8]

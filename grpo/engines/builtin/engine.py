@@ -19,6 +19,7 @@ from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.next_token import NextTokens
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.context import check_context
+from grpo.engines.only_vllm import refuse_only_vllm
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import context_of
@@ -74,8 +75,7 @@ class TransformersEngine:
         done: Done | None = None,
         temperatures: Sequence[float] | None = None,
     ) -> list[Completion]:
-        if sampling.guided:
-            raise UserError("sampling.guided: the built-in engine does not support guided sampling: set engine=vllm")
+        refuse_only_vllm(sampling.guided, sampling.vllm)
         check_context(max(map(len, prompts)), sampling.max_tokens, self.context)
         self.choose()
         prompts = [tuple(prompt) for prompt in prompts]

@@ -9,6 +9,7 @@ With several ranks vLLM is built once they have met: without their process group
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import Room
 from grpo.engines.vllm.errors import short_errors
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, params_of, params_of_each
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, check_draft, params_of, params_of_each
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.language import is_multimodal
@@ -89,7 +90,10 @@ class VLLMEngine:
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
             _skip_compiled_ranks()
+            _let_numba_be_there()
         args = {name: value for name, value in (args or {}).items() if value is not None}
+        check_draft(args)
+        self._has_draft = "speculative_config" in args
         self._bound = bounded(args, most_tokens)
         self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | args, **ARGS)
         self._llm: Any = None
@@ -167,6 +171,10 @@ class VLLMEngine:
         """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
         if self._asleep:
             raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
+        if self._has_draft and (sampling.min_p or (sampling.vllm or {}).get("logit_bias")):
+            raise UserError(
+                "vLLM takes no min_p and no logit_bias beside engine.args.speculative_config: leave one out"
+            )
         plain = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         each = params_of_each(plain, len(prompts), temperatures)
         params = [self._params(own, seed) for own, seed in zip(each, seeds, strict=True)]
@@ -200,9 +208,9 @@ class VLLMEngine:
 
         arguments = {**plain, "seed": seed, "flat_logprobs": True}
         guided = plain["structured_outputs"]
-        if (guided or "stop" in plain) and self._llm.llm_engine.tokenizer is None:
-            name = "guided" if guided else "stop"
-            raise UserError(f"sampling.{name} needs text, and the model's folder has no tokenizer: add one to it")
+        texts = ["guided"] * bool(guided) + [name for name in ("stop", "bad_words") if name in plain]
+        if texts and self._llm.llm_engine.tokenizer is None:
+            raise UserError(f"sampling.{texts[0]} needs text, and the model's folder has no tokenizer: add one to it")
         if guided:
             arguments["structured_outputs"] = StructuredOutputsParams(**guided)
         return SamplingParams(**arguments)
@@ -290,3 +298,10 @@ def _skip_compiled_ranks() -> None:
     import vllm.v1.sample.sampler as sampler
 
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+
+
+def _let_numba_be_there() -> None:
+    """Let vLLM's CPU build read numba's modules, which a draft has loaded: it takes the `__dict__` of whatever they hold, and the
+    library of llvmlite answers with a function of that name."""
+    if ffi := sys.modules.get("llvmlite.binding.ffi"):
+        ffi.lib._fntab.setdefault("__dict__", {})

@@ -23,6 +23,14 @@ GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU to
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
 
+def check_draft(args: Mapping[str, Any]) -> None:
+    """Raise UserError for a draft that vLLM takes without asking the model: the samples would be another policy's."""
+    draft = args.get("speculative_config")
+    if isinstance(draft, Mapping) and draft.get("rejection_sample_method") == "synthetic":
+        key = "engine.args.speculative_config.rejection_sample_method=synthetic"
+        raise UserError(f"{key} takes drafts by chance, so the samples are not the policy's: set standard")
+
+
 def params_of_each(plain: Mapping[str, Any], count: int, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
     """Return the arguments of `params_of` for each of `count` prompts, with its own temperature. Raises UserError."""
     for temperature in temperatures or ():
@@ -49,10 +57,15 @@ def params_of(
     way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand)"
     check_context(max(map(len, prompts), default=0), sampling.max_tokens if whole else 1, context, way_out)
     stop = {"stop": [*sampling.stop.texts], "include_stop_str_in_output": True} if sampling.stop else {}
+    further = dict(sampling.vllm or {})
+    if (least := further.get("min_tokens", 0)) > sampling.max_tokens:
+        raise UserError(f"min_tokens={least} is above max_tokens={sampling.max_tokens}: lower it")
+    ends = () if further.get("ignore_eos") else eos
     return {name: getattr(sampling, name) for name in ALIKE} | {
-        "stop_token_ids": [*eos, *sampling.stop_ids],
+        "stop_token_ids": [*ends, *sampling.stop_ids],
         "structured_outputs": dict(sampling.guided) if sampling.guided else None,
         "logprobs": 0,  # only the sampled token's
         "detokenize": bool(sampling.stop),
         **stop,
+        **further,
     }

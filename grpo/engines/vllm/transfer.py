@@ -15,6 +15,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
@@ -123,7 +125,11 @@ def exact_logprobs() -> None:
     if getattr(Sampler, "_exact", False):
         return
     forward, mask = Sampler.forward, gpu_model_runner.apply_grammar_bitmask
+    verify, gathered = RejectionSampler.forward, RejectionSampler._get_logprobs_tensors
     now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}  # values of the step being sampled
+    draft = dict(
+        now
+    )  # the same, for the step's drafts: the sampler, which draws the token after a draft, forgets its own
 
     # logits: [requests, V]
     def masked(scheduler_output, grammar_output, input_batch, logits: Tensor) -> None:
@@ -138,13 +144,49 @@ def exact_logprobs() -> None:
             now["temperature"] = now["unmasked"] = None
 
     def compute_logprobs(logits: Tensor) -> Tensor:
-        logits = (logits if now["unmasked"] is None else now["unmasked"]).float()
-        if (temperature := now["temperature"]) is not None:
-            logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        return logits.log_softmax(dim=-1)
+        return at_temperature(logits if now["unmasked"] is None else now["unmasked"], now["temperature"]).log_softmax(
+            -1
+        )
+
+    # with a draft the logits of a step are [tokens of all drafts + requests, V], each request's side by side
+    def verified(self, metadata, draft_probs, logits, sampling_metadata):
+        if not any(metadata.num_draft_tokens):  # on a CPU vLLM's top-k fails without a row
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+        temperature = sampling_metadata.temperature
+        if temperature is not None:
+            temperature = of_rows(temperature, metadata.cu_num_sampled_tokens, len(logits))
+        draft["unmasked"], draft["temperature"] = now["unmasked"], temperature
+        try:
+            return verify(self, metadata, draft_probs, logits, sampling_metadata)
+        finally:
+            draft["unmasked"] = draft["temperature"] = None
+
+    def of_draft(self, most, metadata, logits, target, bonus, ids):
+        unmasked = logits if draft["unmasked"] is None else draft["unmasked"]
+        exact = at_temperature(unmasked, draft["temperature"])
+        places = metadata.target_logits_indices, metadata.bonus_logits_indices
+        return gathered(self, most, metadata, logits, *(exact[rows] for rows in places), ids)
 
     gpu_model_runner.apply_grammar_bitmask = masked
     Sampler.forward, Sampler.compute_logprobs, Sampler._exact = tempered, staticmethod(compute_logprobs), True
+    RejectionSampler.forward, RejectionSampler._get_logprobs_tensors = verified, of_draft
+    # vLLM's own writes into a copy on a CPU, so that temperatures and filters are whatever the memory held
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = of_rows
+
+
+def of_rows(values: Tensor, ends: Tensor, rows: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+    """Return the value of the request of each row, [rows], with one value replaced. values, ends: [requests]; ends: the number of
+    rows up to each request's last one."""
+    row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    values = values[torch.searchsorted(ends, row, right=True)]
+    return torch.where(values == replace_from, replace_to, values).to(values.dtype)
+
+
+def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return logits / temperature in float32, [B, V]. temperature: [B], where 0 counts as 1; None: 1 for all."""
+    logits = logits.float()
+    return logits if temperature is None else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 register()

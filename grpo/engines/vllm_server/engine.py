@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.engines.vllm.settings import params_of, params_of_each
+from grpo.engines.vllm.settings import check_draft, params_of, params_of_each
 from grpo.engines.vllm_server.fleet import Fleet
 from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START, Servers, by_hand, check_apart
@@ -74,6 +74,7 @@ class VLLMServerEngine:
     ) -> None:
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
+        check_draft(args or {})
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None

@@ -21,6 +21,14 @@ Scores = Mapping[int, float]  # log-probabilities by ids: of a token (first), an
 
 # named as in Sampling
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_ids", "guided")
+VLLM = (
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+)  # of Sampling.vllm
 SAME = {"stop_token_ids": "stop_ids", "structured_outputs": "guided"}  # other names of settings
 REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
 IGNORED = {  # fields that change no answer, or ask for what a server may leave out
@@ -156,6 +164,10 @@ class Fields(dict[str, Any]):
         for name in self.keys() & set(REGEX):
             settings["guided"] = {"regex": self.pop(name)}
         settings |= {"top_k": 0} if settings.get("top_k") == -1 else {}
+        vllm = {name: self.pop(name) for name in VLLM if name in self and self[name] != NEUTRAL[name]}
+        if isinstance(bias := vllm.get("logit_bias"), dict):  # a JSON object has texts as keys
+            vllm["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+        settings |= {"vllm": vllm} if vllm else {}
         return {
             "stop": tuple(filter(None, texts)),
             "max_tokens": next((limit for limit in limits if limit is not None), None),
@@ -180,8 +192,7 @@ class Fields(dict[str, Any]):
             if name not in NEUTRAL:
                 raise UserError(f"there is no field {name!r} here: leave it out")
             if value != NEUTRAL[name]:
-                instead = ", or use repetition_penalty" if "penalty" in name else ""
-                raise UserError(f"{name}={shown(value)} is not supported: leave it out{instead}")
+                raise UserError(f"{name}={shown(value)} is not supported: leave it out")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect
+from grpo.serve.dialects.request import Answer, CompletionRequest, Dialect, Scores
 from grpo.system.files import strict_json
 
 
@@ -46,11 +46,12 @@ def prompt_scores(request: CompletionRequest, answer: Answer) -> dict[str, Any]:
     """Return the field `prompt_logprobs`, if it is wanted: log-probabilities of the prompt's tokens in vLLM's form."""
     if request.prompt_logprobs is None:
         return {}
-    rows = []
-    for scores in answer.scores[: len(answer.prompt_ids)]:
-        row = {str(i): {"logprob": p, "decoded_token": answer.piece(i, request)} for i, p in scores.items()}
-        rows.append(row or None)  # nothing precedes the first token
-    return {"prompt_logprobs": rows}
+    return {"prompt_logprobs": vllm_rows(answer.scores[: len(answer.prompt_ids)], lambda i: answer.piece(i, request))}
+
+
+def vllm_rows(scores: Iterable[Scores], piece: Callable[[int], str]) -> list[dict[str, Any] | None]:
+    """Return the scores of tokens in vLLM's form. piece: the text of a token. Nothing precedes the first one: None."""
+    return [{str(i): {"logprob": p, "decoded_token": piece(i)} for i, p in row.items()} or None for row in scores]
 
 
 def openai_failure(status: int, line: str) -> dict[str, Any]:

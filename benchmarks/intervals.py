@@ -1,7 +1,7 @@
 """Measure how often 95 % intervals contain the true value: those of grpo.evaluation.statistics, and naive ones.
 
-    python benchmarks/coverage.py            # the worlds of the table of docs/evaluation.md, some minutes
-    python benchmarks/coverage.py --json     # every case
+    python benchmarks/intervals.py            # the worlds of the table of docs/evaluation.md, some minutes
+    python benchmarks/intervals.py --json     # every case
 
 Problems, their samples and runs are drawn from distributions with a known true value: 4,000 data sets a case, always the same.
 Single outcomes need no drawing, since the binomial distribution gives their coverage. The naive interval takes all samples as
