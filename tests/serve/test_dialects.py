@@ -10,6 +10,7 @@ from grpo.env.tokens import Completion
 from grpo.serve.dialects import DIALECTS
 from grpo.serve.dialects.request import Answer, answered
 from grpo.serve.dialects.writing import sse, words_of
+from grpo.serve.sessions import check_request
 from grpo.system.errors import UserError
 
 CHAT, COMPLETIONS, RESPONSES, ANTHROPIC, TOKENS = DIALECTS.values()
@@ -177,6 +178,8 @@ def test_what_only_vllm_takes_goes_to_the_engine_unless_it_changes_nothing():
     assert CHAT.read({"messages": QUESTION, **wanted, **neutral}).settings == expected
     assert TOKENS.read({"token_ids": [1], "sampling_params": wanted | neutral}).settings == expected
     assert COMPLETIONS.read({"prompt": "a", "min_tokens": 0, "ignore_eos": False, "logit_bias": {}}).settings == {}
+    with pytest.raises(UserError, match="a session that is trained does not take min_tokens, bad_words: leave it out"):
+        check_request(CHAT.read({"messages": QUESTION, "min_tokens": 4, "bad_words": ["no"]}))
 
 
 def test_the_text_is_cut_at_the_first_stop_text():
