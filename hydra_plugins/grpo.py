@@ -62,9 +62,14 @@ class Processes(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return their accuracies; a failed job returns None, because an exception would stop the sweeper."""
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
-        jobs = [self.job(list(overrides)) for overrides in job_overrides]
-        if not self.searches and "algo" in self.config:
-            check_arms({job.label: config for job, config in jobs if job.status == "waiting"})
+        before = self.sweep.numbered()
+        try:
+            jobs = [self.job(list(overrides)) for overrides in job_overrides]
+            if not self.searches and "algo" in self.config:
+                check_arms({job.label: config for job, config in jobs if job.status == "waiting"})
+        except UserError:
+            self.sweep.forget(before)
+            raise
         jobs = [job for job, _ in jobs]
         self.sweep.run()
         done = JobStatus.COMPLETED

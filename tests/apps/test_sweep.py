@@ -134,6 +134,17 @@ def test_how_far_a_sweep_is_is_told(tmp_path):
     assert sweep.total() == "1/4 done, 1 failed, 1 running"
 
 
+def test_a_sweep_that_is_refused_leaves_nothing_that_it_has_made(tmp_path):
+    sweep = make(tmp_path / "sweep")
+    sweep.add(Job(sweep.number(["seed=0"]), tmp_path / "sweep" / "0", [], ""))
+    before = sweep.numbered()
+    sweep.number(["seed=1"])
+    sweep.forget(before)
+    assert sweep.numbered() == before == [["seed=0"]] and not sweep.jobs
+    sweep.forget([])
+    assert not sweep.folder.exists()
+
+
 def test_an_arm_that_cannot_be_is_named_before_the_first_job():
     arms = {
         "algo.num_minibatches=4": compose_config("output_dir=.", "algo.num_minibatches=4"),

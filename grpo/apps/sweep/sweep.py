@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,9 +93,23 @@ class Sweep:
         for number, job in enumerate(jobs):
             if sorted(job) == sorted(overrides):
                 return number
-        lines = [json.dumps(job, ensure_ascii=False) for job in [*jobs, overrides]]
-        write_text(self.record, "[\n" + ",\n".join(lines) + "\n]\n")
+        self.write([*jobs, overrides])
         return len(jobs)
+
+    def write(self, jobs: Sequence[Sequence[str]]) -> None:
+        """Write the overrides of all numbered jobs."""
+        lines = [json.dumps(job, ensure_ascii=False) for job in jobs]
+        write_text(self.record, "[\n" + ",\n".join(lines) + "\n]\n")
+
+    def forget(self, before: Sequence[Sequence[str]]) -> None:
+        """Drop the jobs that were added before any of them began. before: those numbered earlier. A new folder is removed."""
+        if self.began:
+            return
+        self.jobs.clear()
+        if before:
+            self.write(before)
+        elif {path.name for path in self.folder.iterdir()} <= {".lock", "jobs.json", "multirun.yaml"}:
+            shutil.rmtree(self.folder)
 
     def add(self, job: Job) -> Job:
         """Add a job and return it. If a job with its number exists, return that one instead."""
