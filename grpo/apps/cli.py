@@ -120,8 +120,10 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             raise
         mistake = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
         print(f"{mistake.kind}{hidden(line)}", file=sys.stderr)
-        if HydraConfig.initialized() and not rank_variable():
-            remove_unused(Path(HydraConfig.get().runtime.output_dir))
+        hydra = HydraConfig.instance().cfg
+        folder = None if hydra is None else OmegaConf.select(hydra, "hydra.runtime.output_dir")
+        if folder and not rank_variable():
+            remove_unused(Path(folder))
         sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -13,8 +13,6 @@ from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from urllib import request
-from urllib.error import HTTPError
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -34,6 +32,7 @@ NEEDED = (  # what train.py builds
 DYNAMIC = {"globals", "exec", "vars", "setattr", "__getattr__"}
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
 ANSWER = 5.0  # seconds for the hub to answer
+UNREACHABLE = ("ConnectError", "ConnectTimeout", "ProxyError")  # errors of its client before anything was sent
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -180,17 +179,17 @@ def in_cache(name: str, kind: str) -> bool:
 
 @cache
 def no_hub() -> str:
-    """Return why nothing can be loaded from the hub; "" if it answers."""
+    """Return why nothing can be loaded from the hub; "" if it can be reached, by the client that will load from it."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE=1 is set"
     try:
-        request.urlopen(request.Request(constants.ENDPOINT, method="HEAD"), timeout=ANSWER).close()
-    except HTTPError:  # an answer
-        return ""
-    except OSError as error:
-        return f"{constants.ENDPOINT} does not answer: {getattr(error, 'reason', error)}"
+        get_session().head(constants.ENDPOINT, timeout=ANSWER)
+    except Exception as error:  # of a client that has had several names
+        if type(error).__name__ in UNREACHABLE:
+            return f"{constants.ENDPOINT} does not answer: {error}"
     return ""
 
 

@@ -3,8 +3,10 @@
 import csv
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
 
 import pandas as pd
 import pytest
@@ -141,3 +143,25 @@ def test_none_of_it_imports_torch(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("error: the reward function 'correct' needs 'gold'")
     assert "grpo.config.early" in imported and not imported & {"torch", "lightning", "transformers", "datasets"}
     assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_that_answers_is_there_and_one_that_does_not_is_not(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        answer = threading.Thread(target=refuses_once, args=[listener])
+        answer.start()
+        early.no_hub.cache_clear()
+        assert early.no_hub() == ""
+        answer.join()
+    early.no_hub.cache_clear()
+    assert early.no_hub().startswith(f"{constants.ENDPOINT} does not answer: ")
+    early.no_hub.cache_clear()
+
+
+def refuses_once(listener: socket.socket) -> None:
+    """Answer one request with a status that refuses it."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
