@@ -230,6 +230,12 @@ def test_rows_that_a_script_makes_go_into_a_file(tmp_path):
         'rows = load_dataset("json", data_files="a.json")\nGRPOTrainer("org/model", train_dataset=rows["train"])'
     )
     assert read_script(script).fields == {"model_name_or_path": "org/model", "dataset_name": "a.json"}
+    model = 'M.from_pretrained(dtype="auto", pretrained_model_name_or_path="m")'
+    for given in ('"org/rows", data_files="a.json"', '"org/rows", split="train[:100]"'):
+        script.write_text(f"GRPOTrainer({model}, train_dataset=load_dataset({given}))")
+        fields = read_script(script).fields
+        assert fields.pop("dataset_name") == "rows.jsonl"
+        assert fields == {"model_name_or_path": "m", "model_init_kwargs": {"dtype": "auto"}}
 
 
 @pytest.mark.parametrize("file", ["migration.md", "logging.md"])

@@ -100,6 +100,11 @@ def parsed() -> Namespace:
     parser = get_args_parser()
     parser.error = refuse
     arguments, unknown = parser.parse_known_args()
+    if arguments.help:  # names of groups may follow it
+        arguments.overrides += [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
+    if unknown and not unknown[0].startswith("-"):
+        refuse(f"{unknown[0]} comes after a flag: give flags, as -m, before all settings")
     if unknown:
         flag = unknown[0].partition("=")[0]
         refuse("; ".join(filter(None, [f"there is no flag {flag}", known_elsewhere(flag)])))

@@ -21,6 +21,8 @@ ROW_FIELDS = {
     "split": "dataset_train_split",
     "streaming": "dataset_streaming",
 }
+PATH = "pretrained_model_name_or_path"
+FORMATS = ("json", "csv", "parquet")  # of files, as paths of load_dataset
 FUNCTIONS, ROWS = "rewards.py", "rows.jsonl"  # files that the user makes of what a script holds
 
 Arguments = Iterable[tuple[str, ast.expr]]
@@ -106,9 +108,9 @@ class Script:
         """Take an argument of GRPOTrainer."""
         made, fields = self.meant(node), self.found.fields
         if name == "model" and callee(made) == "from_pretrained" and arguments_by_name(made, ["path"]):
-            (_, path), *rest = arguments_by_name(made, ["model_name_or_path"])
-            self.take([("model_name_or_path", path)], fields)
-            self.take(rest, fields.setdefault("model_init_kwargs", {}))
+            rest = dict(arguments_by_name(made, [PATH]))
+            self.take([("model_name_or_path", rest.pop(PATH))] if PATH in rest else [], fields)
+            self.take(rest.items(), fields.setdefault("model_init_kwargs", {}))
         elif name == "model":
             self.take([("model_name_or_path", node)], fields)
         elif name == "peft_config" and callee(made) == "LoraConfig":
@@ -144,10 +146,12 @@ class Script:
         if isinstance(made, ast.Subscript):
             made, split = self.meant(made.value), [("split", made.slice)]
         given = dict(arguments_by_name(made, ["path", "name"]) + split) if callee(made) == "load_dataset" else {}
-        if "data_files" in given:
-            given = {"path": given["data_files"]}
         try:
-            read = {ROW_FIELDS[name]: self.value(part) for name, part in given.items()}
+            values = {name: self.value(part) for name, part in given.items()}
+            whole = "[" not in str(values.get("split"))  # train[:1000] is a part
+            if "data_files" in values:
+                values = {"path": values["data_files"] if values["path"] in FORMATS else None}
+            read = {ROW_FIELDS[name]: value for name, value in values.items() if whole}
         except (KeyError, ValueError):
             read = {}
         if not isinstance(read.get("dataset_name"), str):

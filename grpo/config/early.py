@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.composing import CONF
-from grpo.config.validation import no_value
+from grpo.config.validation import needed, no_value
 from grpo.data.dataset import Dataset, no_column, not_given
 from grpo.data.glance import columns_in
 from grpo.data.rows import head
@@ -40,7 +40,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 def check_early(config: DictConfig) -> None:
     """Raises UserError for the first mistake of a run that can be known without building anything. All values are checked."""
     if lost := [name for name in NEEDED if name not in config]:
-        raise UserError(f"~{lost[0]}: the run needs {lost[0]}: give it another value or option, and --help lists them")
+        raise UserError(needed(lost[0]))
     if empty := sorted(key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model."))):
         raise UserError(no_value(empty))
     check_unused(config)
@@ -102,6 +102,9 @@ def definition_of(name: str, what: str) -> Definition | None:
     except (OSError, ValueError, SyntaxError):
         return None  # the import will say it
     defined = {node.name: node for node in tree.body if isinstance(node, Definition | ast.ClassDef)}
+    bound = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    if attribute in bound:  # to something else, as a partial function
+        return None
     if attribute in defined:
         return defined[attribute] if isinstance(defined[attribute], Definition) else None
     public = [each for each in defined if each[0] != "_"]
@@ -153,7 +156,8 @@ def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
     dataset.check_path()
     owner, _, name = dataset.path.partition("/")
     made = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets"))
-    is_here = in_cache(dataset.path, "dataset") or Path(made, f"{owner}___{name}".lower()).exists()
+    prepared = {folded_name(folder.name) for folder in Path(made).glob("*___*")}
+    is_here = in_cache(dataset.path, "dataset") or folded_name(f"{owner}___{name}") in prepared
     if not is_here and (reason := no_hub()):
         yield str(not_given(dataset.path, reason))
 
@@ -168,6 +172,11 @@ def model_faults(model: DictConfig) -> Iterator[str]:
         yield f"{line}: give a folder that exists, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
     elif not in_cache(path, "model") and (reason := no_hub()):
         yield f"{line} ({reason}): give model.path=FOLDER"
+
+
+def folded_name(name: str) -> str:
+    """Return a name without case and underscores, which datasets change in the names of its folders."""
+    return name.lower().replace("_", "")
 
 
 def in_cache(name: str, kind: str) -> bool:

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo.config.composing import CONF, composed, literal
 from grpo.config.foreign import SETTINGS, known_elsewhere
 from grpo.config.resuming import key_in
-from grpo.config.validation import no_value
+from grpo.config.validation import needed, no_value
 from grpo.system.errors import UserError, lacks_memory, one_line
 from grpo.system.files import FULL
 from grpo.system.settings import flat
@@ -23,7 +23,9 @@ RENAMED = {
     "algo.sampling_filter": "selection=dynamic selection.by",
     "optim.schedule.num_cycles": "optim.schedule.scheduler_specific_kwargs={num_cycles: 2}",
 }
-OWN_REWARD = "task.rewards: the reward of this task is its own: see its keys (--help), or define score (docs/tasks.md)"
+OWN_REWARD = (
+    "task.rewards: the reward of this task is its own: see its keys (--help task), or define score (docs/tasks.md)"
+)
 
 
 def explain(error: BaseException, config_name: str, arguments: Sequence[str] = ()) -> str | None:
@@ -77,7 +79,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         return f"{one_line(reason)} ({guess})"
     gone = next((a for a in arguments if a.startswith("~") and key_in(a) in re.split(r"\W+", str(error))), None)
     if gone and isinstance(error, (HydraException, OmegaConfBaseException)):
-        return f"{gone}: the run needs {key_in(gone)}: give it another value or option, and --help lists them"
+        return needed(key_in(gone))
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return one_line(error)
     return None

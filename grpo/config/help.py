@@ -1,4 +1,4 @@
-"""Writes the text of --help: usage, the groups of conf/ with their options, and every key with its value.
+"""Writes the text of --help all: usage, the groups of conf/ with their options, and every key with its value.
 
 Each phrase of the text is a comment in conf/: for a group, beside its line in the defaults list of train.yaml (or of
 algo/grpo.yaml, for an axis of an algorithm); for an option, on the first line of its file; for a key, beside the key.

@@ -40,6 +40,10 @@ MOVED = {  # what an earlier version has written
     "_target_: grpo.apps.api.model_given": "_target_: grpo.config.objects.model_given",
     "_target_: grpo.apps.sources.": "_target_: grpo.serve.sources.",
     "_target_: grpo.rewards.judge.": "_target_: grpo.rewards.llm_judge.",
+    "_target_: tasks.gym.": "_target_: tasks.libraries.gym.",
+    "_target_: tasks.skyrl_gym.": "_target_: tasks.libraries.skyrl_gym.",
+    "_target_: tasks.verifiers.": "_target_: tasks.libraries.verifiers.",
+    " tasks.reasoning_gym.": " tasks.libraries.reasoning_gym.",
 }
 MISSING = object()
 
@@ -260,7 +264,7 @@ def check_resumed(config: DictConfig) -> None:
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
     listed = chosen_changes(changed, folder)
     if guarded and config.resume.changes != "allow":
-        named = [line for line in guarded if line in listed] or listed
+        named = [line for line in guarded if line in listed] or guarded
         line = f"the run to resume had other settings: {', '.join(named[:5])}"
         raise UserError(f"{line}; leave them out, or set resume.changes=allow")
     if changed:

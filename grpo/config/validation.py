@@ -115,6 +115,11 @@ def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any,
         yield key, node, kind
 
 
+def needed(key: str) -> str:
+    """Return the line about a key that was left out."""
+    return f"~{key}: the run needs {key}: give it another value or option, and --help {key} lists them"
+
+
 def no_value(keys: Sequence[str]) -> str:
     """Return the line about keys that must have a value and have none."""
     given, group = " ".join(f"{key}=..." for key in keys), keys[0].partition(".")[0]

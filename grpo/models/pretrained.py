@@ -30,8 +30,8 @@ Kernels = Literal["auto", "liger", "none"]
 class Pretrained:
     """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
-    dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); the loss is not scaled,
-    so small gradients become 0 in float16. quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
+    dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in float16 the
+    loss has a scale (training/loss_scale.py). quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
     file with another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
     grpo/models/liger.py; auto: Liger's if they are installed.
     """

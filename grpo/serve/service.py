@@ -91,9 +91,9 @@ class Service:
         return self.names[0] if self.names[0] != "*" else served_name(path)
 
     def check_name(self, name: Any) -> None:
-        """Raise Unknown if a request, or a path, names another model. The served folder and adapter have their names, too."""
+        """Raise Unknown if a request, or a path, names another model. `policy`, the folder and the adapter are names, too."""
         adapter = self.weights.adapter
-        ours = [*self.names, self.weights.pretrained.path, *([adapter.name] if adapter else [])]
+        ours = ["policy", *self.names, self.weights.pretrained.path, *([adapter.name] if adapter else [])]
         if name is not None and "*" not in ours and name not in ours:
             how = f"ask for {self.names[0]}, leave it out, or start the server with served_name=NAME"
             raise Unknown(f"there is no model {shown(name)} here: {how}")
@@ -149,6 +149,8 @@ class Service:
         if len(request.settings.get("stop_ids", ())) > 1000:
             raise UserError("there are at most 1000 stop_token_ids")
         most = (RAW_TOKENS if request.prompts else 256) if request.max_tokens is None else request.max_tokens
+        if (least := request.settings.get("vllm", {}).get("min_tokens", 0)) > most:
+            raise UserError(f"min_tokens={least} is above max_tokens={most}: lower it")
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return Sampling(most, **request.settings, stop=StopTexts(request.stop, decode) if request.stop else ())
 

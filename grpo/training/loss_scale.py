@@ -30,7 +30,7 @@ LARGEST = 2.0**24
 @enforced("optim.loss_scale")
 @dataclass(frozen=True)
 class LossScaling:
-    """initial: the first scale, a power of two, so that dividing by it is exact. growth_interval: updates in a row whose gradient
+    """initial: the first scale; division by a power of two is exact. growth_interval: updates in a row whose gradient
     is finite, after which the scale is doubled."""
 
     initial: Count = 65536

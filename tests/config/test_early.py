@@ -25,6 +25,9 @@ from functools import partial
 def plain(prompts, completions, **columns): return [0.0] * len(prompts)
 def with_colour(completions, colour, size=1, *, shape="round", **columns): return [0.0] * len(completions)
 made = partial(plain, [])
+
+def bound(completions, limit, **columns): return [0.0] * len(completions)
+bound = partial(bound, limit=5)
 """
 ROWS = ["task=jsonl", f"task.path={EXAMPLES / 'train.jsonl'}", "task.prompt=question"]
 
@@ -54,7 +57,7 @@ def test_the_lines_of_a_mistake(mine, tmp_path):
     assert refused(*ROWS, "task.rewards=corect").startswith(
         "there is no reward function 'corect'; did you mean correct?"
     )
-    assert refused(*ROWS, f"task.rewards={mine}:nope").endswith("is not there: mine has plain, with_colour")
+    assert refused(*ROWS, f"task.rewards={mine}:nope").endswith("is not there: mine has plain, with_colour, bound")
     assert "FileNotFoundError: there is no file /no/mine.py" in refused(*ROWS, "task.rewards=/no/mine.py:nope")
     assert refused(*ROWS, "task.rewards=correct") == (
         "the reward function 'correct' needs 'gold', which is no column of train (answer, question): "
@@ -94,11 +97,16 @@ def test_what_is_on_this_machine_or_may_come_from_the_hub_is_not_refused(monkeyp
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     early.no_hub.cache_clear()
     (tmp_path / "models--org--name").mkdir()
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "Org___my_rows").mkdir()
+    early.check_early(compose_config("output_dir=.", "task=gsm8k", "task.path=Org/MyRows"))
     (tmp_path / "datasets--org--rows").mkdir()
     cached = ("model=path", "model.path=org/name", "task=gsm8k", "task.path=org/rows")
     early.check_early(compose_config("output_dir=.", *cached))
     early.check_early(
-        compose_config("output_dir=.", *ROWS, "task.gold=answer", f"task.rewards=[correct,{mine}:made,os.getcwd]")
+        compose_config(
+            "output_dir=.", *ROWS, "task.gold=answer", f"task.rewards=[correct,{mine}:made,{mine}:bound,os.getcwd]"
+        )
     )
     early.no_hub.cache_clear()
 

@@ -59,6 +59,7 @@ def test_the_keys_beside_a_mistyped_one_come_first():
     ("words", "line"),
     [
         (["--kl-coef", "0.1"], "there is no flag --kl-coef; Atropos' --kl-coef is algo.kl.coef here"),
+        (["seed=1", "-m", "seed=2"], "seed=2 comes after a flag: give flags, as -m, before all settings"),
         (["--colour=red"], "there is no flag --colour; settings are KEY=VALUE, and --help all lists them"),
         (
             ["--config", "x"],
@@ -98,3 +99,8 @@ def test_the_folder_of_a_run_that_never_began_is_removed_and_no_other(tmp_path):
     for name in ("unused", "logged", "begun", "nowhere"):
         remove_unused(tmp_path / name)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["begun", "empty", "logged"]
+
+
+def test_a_group_may_follow_help(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "task=gsm8k", "--help", "rollout"])
+    assert parsed().overrides == ["task=gsm8k", "rollout"]

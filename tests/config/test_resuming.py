@@ -64,6 +64,11 @@ def test_names_of_an_earlier_version_are_those_of_now(run):
     config = saved_config(run)
     assert get_class(config.source._target_).__name__ == "Atropos"
     assert get_method(config.tokenizer._target_).__name__ == "given"
+    library = "warm_start:\n  worked_answers: tasks.reasoning_gym.worked_answers\ntask:\n  _target_: tasks.gym.Gym\n"
+    file.write_text(library)
+    config = saved_config(run)
+    assert config.task._target_ == "tasks.libraries.gym.Gym"
+    assert get_method(config.warm_start.worked_answers).__name__ == "worked_answers"
 
 
 def test_the_command_line_is_on_top(run):

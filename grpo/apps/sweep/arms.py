@@ -7,6 +7,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from grpo.config.early import check_sources
 from grpo.config.explain import explain
@@ -24,6 +25,8 @@ def check_arms(arms: Mapping[str, DictConfig]) -> None:
                 if plain not in seen:
                     check(config)
                 seen.append(plain)
+            except InterpolationResolutionError:
+                continue  # known only in the job
             except Exception as error:
                 if (line := explain(error, "train")) is None:
                     raise

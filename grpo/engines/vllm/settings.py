@@ -58,8 +58,8 @@ def params_of(
     check_context(max(map(len, prompts), default=0), sampling.max_tokens if whole else 1, context, way_out)
     stop = {"stop": [*sampling.stop.texts], "include_stop_str_in_output": True} if sampling.stop else {}
     further = dict(sampling.vllm or {})
-    if (least := further.get("min_tokens", 0)) > sampling.max_tokens:
-        raise UserError(f"min_tokens={least} is above max_tokens={sampling.max_tokens}: lower it")
+    if "min_tokens" in further:  # an episode may have fewer tokens left
+        further["min_tokens"] = min(further["min_tokens"], sampling.max_tokens)
     ends = () if further.get("ignore_eos") else eos
     return {name: getattr(sampling, name) for name in ALIKE} | {
         "stop_token_ids": [*ends, *sampling.stop_ids],
