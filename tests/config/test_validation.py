@@ -20,18 +20,12 @@ ALLOWED = {  # the leaves that take these values, on purpose
     "nan": UNUSED,
     "inf": UNUSED,
     "-inf": UNUSED,
-    "-1": UNUSED
-    | {
-        "task.solved",
-        "algo.advantage.weights.correct",
-        "algo.advantage.weights.format",
-        "selection.low",
-        "selection.high",
-    },
+    "-1": UNUSED | {"task.solved", "selection.low", "selection.high"},
     "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
     | {
+        "algo.advantage.weights",
         "renderer.template_args",
         "rollout.sampling.guided",
         "eval.sampling.guided",

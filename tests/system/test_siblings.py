@@ -42,15 +42,17 @@ class Hit(L.Callback):
 
 
 class HitTask(Varied):
-    """Sends a signal to a rank when it scores. The other one scores for an hour."""
+    """Sends a signal to a rank when it scores. The other one scores for an hour. The first score is the trial of a task."""
 
     def __init__(self, hit, **options) -> None:
         super().__init__(**options)
-        self.given = hit
+        self.given, self.tried = hit, False
 
     def score(self, example, trajectory):
-        hit(*self.given)
-        time.sleep(3600)
+        if self.tried:
+            hit(*self.given)
+            time.sleep(3600)
+        self.tried = True
         return super().score(example, trajectory)
 
 
