@@ -16,6 +16,7 @@ from conftest import ROOT, compose_config
 from helpers.documents import FENCE, PAGES, blocks, commands, composable
 
 from grpo.config.composing import options
+from grpo.config.overview import help_text
 from grpo.system.metrics import metric_table
 
 BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -41,7 +42,9 @@ def check(words: list[str], own: Sequence[str] = ()) -> None:
     elif words[0] == "python":
         program, arguments = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
         name = next((config for ending, config in CONFIGS.items() if program.endswith(ending)), None)
-        if name:
+        if name and "--help" in arguments:
+            help_text(name, [word for word in arguments if word != "--help"])
+        elif name:
             for flag in {"--cfg", "--config-dir", "--package"} & set(arguments):
                 del arguments[arguments.index(flag) : arguments.index(flag) + 2]
             given = [word for word in composable(arguments) if not word.startswith("hydra.sweep") and word not in own]

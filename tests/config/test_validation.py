@@ -33,7 +33,7 @@ ALLOWED = {  # the leaves that take these values, on purpose
         "eval.sampling.vllm",
     }
     | {"optim.schedule.scheduler_specific_kwargs", "judge.request"}
-    | {"task.config", "task.arguments", "task.settings"},
+    | {"task.agent", "task.config", "task.arguments", "task.settings"},
 }
 
 
