@@ -84,7 +84,7 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     words = [word for word in overrides if not word.startswith((FOLDER, "resume=", "engine.urls="))]
     if kind == "skypilot":
         rented = skypilot_values(config, words, folder, ROOT)
-        return filled(kind, OmegaConf.to_container(config.deployment) | {"folder": str(folder)} | rented)
+        return filled(kind, deployment | {"folder": str(folder)} | rented)
     words += ["resume=auto", f"{FOLDER}{folder}"]
     environment, flags = server_command(config) if config.deployment.server_nodes else ({}, [])
     if flags and not any(word.startswith("engine.wait=") for word in overrides):

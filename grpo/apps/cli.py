@@ -136,9 +136,8 @@ def one_line_errors(config_name: str) -> Iterator[None]:
 
 def remove_unused(folder: Path) -> None:
     """Remove the folder of a run that ended before it wrote anything: Hydra makes one, with its record and an empty log."""
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else {"none"}
-    logs = [folder / name for name in names if name.endswith(".log")]
-    if not names - {".hydra"} - {log.name for log in logs} and not any(log.stat().st_size for log in logs):
+    files = [file for file in folder.iterdir() if file.name != ".hydra"] if folder.is_dir() else []
+    if all(file.name.endswith(".log") and not file.stat().st_size for file in files):
         rmtree(folder, ignore_errors=True)
 
 

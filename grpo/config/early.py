@@ -110,7 +110,7 @@ def definition_of(name: str, what: str) -> Definition | None:
     public = [each for each in defined if each[0] != "_"]
     if not colon:
         raise not_shipped(name, public)
-    if attribute not in set(names_in(tree)) and not DYNAMIC & set(names_in(tree)):
+    if not (DYNAMIC | {attribute}) & set(names_in(tree)):
         raise not_in(file.stem, what, name, public)
     return None
 

@@ -30,10 +30,7 @@ def described(config_name: str, overrides: Sequence[str] = (), only: str = "") -
 
     only: a group or a key to show alone. Raises UserError if it is neither.
     """
-    config = composed(config_name, overrides, return_hydra_config=True)
-    keys = OmegaConf.to_container(config)
-    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # callbacks=[A,B]
-    choices = several | dict(config.hydra.runtime.choices)
+    keys, choices = keys_and_choices(config_name, overrides)
     groups, phrases = phrases_of(config_name, choices)
     phrases |= {g.replace("/", "."): phrase for g, phrase in groups.items()}
     texts = ((key, compact(kind).replace(" ", HARD)) for key, _, kind in kinds(keys))
@@ -48,6 +45,14 @@ def described(config_name: str, overrides: Sequence[str] = (), only: str = "") -
     lines = [*option_lines(groups, choices), ""] if groups else []
     lines += ["The keys of this command line:", "", *tree(keys, phrases)] if keys else []
     return "\n".join(lines).replace(HARD, " ")
+
+
+def keys_and_choices(config_name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return every key with its value, and the options in use of each group."""
+    config = composed(config_name, overrides, return_hydra_config=True)
+    keys = OmegaConf.to_container(config)
+    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # callbacks=[A,B]
+    return keys, several | dict(config.hydra.runtime.choices)
 
 
 def option_lines(groups: Mapping[str, str], choices: Mapping[str, Any]) -> Iterator[str]:

@@ -5,12 +5,10 @@
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from omegaconf import OmegaConf
-
-from grpo.config.composing import composed, options
-from grpo.config.help import HARD, OURS, USAGE, described, phrases_of, used
+from grpo.config.composing import options
+from grpo.config.help import HARD, OURS, USAGE, described, keys_and_choices, phrases_of, used
 
 WIDTH = 80
 LEFT = 20  # columns of a group's name
@@ -30,10 +28,7 @@ def help_text(config_name: str, words: Sequence[str] = ()) -> str:
 
 def overview(config_name: str, overrides: Sequence[str] = ()) -> str:
     """Return the groups with their phrases and options, then the names of the keys that no group has."""
-    config = composed(config_name, overrides, return_hydra_config=True)
-    keys = OmegaConf.to_container(config)
-    several = {group: list(node) for group, node in keys.items() if isinstance(node, Mapping)}  # callbacks=[A,B]
-    choices = several | dict(config.hydra.runtime.choices)
+    keys, choices = keys_and_choices(config_name, overrides)
     groups, _ = phrases_of(config_name, choices)
     lines = ["The groups and their options; * is the one in use:", ""]
     for group, phrase in groups.items():

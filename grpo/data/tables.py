@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grpo.data.json_files import lines_of, value_of, whole_file
 from grpo.system.errors import UserError
 
@@ -272,6 +270,8 @@ def exact(kind: Any) -> Callable[[Any], Any] | None:
     import pyarrow.types as types
 
     if types.is_float32(kind) or types.is_float16(kind):
+        import numpy as np  # here, because every program imports this module
+
         of = np.float32 if types.is_float32(kind) else np.float16
         return lambda value: float(str(of(value)))
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):

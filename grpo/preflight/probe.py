@@ -237,10 +237,9 @@ class Probe:
         self.wake()
         with self.rollouts.while_sampling():
             completions = engine.sample(prompts, plain, seeds)
-        own, turns = temperature if settings.temperatures else None, []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            turns.append(Turn(tuple(prompt), replace(received(engine, completion), temperature=own)))
-        return self.rows_of(turns)
+        own = temperature if settings.temperatures else None
+        drawn = [replace(received(engine, completion), temperature=own) for completion in completions]
+        return self.rows_of([Turn(tuple(prompt), one) for prompt, one in zip(prompts, drawn, strict=True)])
 
     def length_in(self, seconds: float) -> int:
         """Return the tokens of a completion that the engine samples twice in this time, 8 at least, at most those of `few`."""

@@ -77,13 +77,11 @@ function evaluations() {
 function health() {
   if (!data.metrics.x.length) return html("p", { class: "soft" }, "Nothing was measured.");
   const lost = Object.entries(data.not_written);
-  if (lost.length) return [html("p", { class: "bad" }, "The disk was full. These files are missing:"), table(["file", "reason"], lost, 2), ...metricsHealth()];
-  return metricsHealth();
-}
-
-function metricsHealth() {
-  if (!data.warnings.length) return [html("p", {}, html("span", { class: "good" }, "✓ "), "All watched metrics stayed in their healthy ranges.")];
-  return [table(["rollout", "metric", "value", "meaning and advice"], data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, unitOf(w.metric)), w.words]), 4)];
+  const missing = [html("p", { class: "bad" }, "The disk was full. These files are missing:"), table(["file", "reason"], lost, 2)];
+  const warned = data.warnings.map((w) => [String(w.rollout), w.metric, tell(w.value, unitOf(w.metric)), w.words]);
+  return [...(lost.length ? missing : []), warned.length
+    ? table(["rollout", "metric", "value", "meaning and advice"], warned, 4)
+    : html("p", {}, html("span", { class: "good" }, "✓ "), "All watched metrics stayed in their healthy ranges.")];
 }
 
 function run() {

@@ -48,7 +48,8 @@ def index(folder: Path) -> str:
         line |= {"link": quote(f"/{path}/report.html"), "status": run.status if run.config else "sweep"}
         line |= {"arm": arm_of.get(run, ""), "seed": str(run.seed) if run.config else None}
         line |= {"rollouts": run.manifest.get("rollouts")}
-        runs.append(line | {"accuracy": run.accuracy.iloc[-1] if len(run.accuracy) else None})
+        curve = run.accuracy
+        runs.append(line | {"accuracy": curve.iloc[-1] if len(curve) else None})
     about = {"kind": "folder", "name": f"All runs in {folder.resolve()}", "facts": [], "numbers": []}
     data = {**about, "runs": runs, "evaluations": evaluations, "metrics": {}, "live": REFRESH}
     return page({**data, **dictionary(())})

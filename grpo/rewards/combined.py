@@ -21,7 +21,7 @@ from typing import Any
 from grpo.env.messages import Message
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Action, Env, Example, Reward, State, Step, Trajectory
-from grpo.rewards.resolve import ALWAYS, TRL_GIVES, Function, Functions, lacks, locate, module_of, reward_name
+from grpo.rewards.resolve import ALWAYS, OURS, TRL_GIVES, Function, Functions, lacks, locate, module_of, reward_name
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import RewardError, UserError, error_line
 from grpo.system.global_state import put_back
@@ -71,8 +71,7 @@ class Rewards:
         if not listed:
             raise UserError("task.rewards is empty: name at least one reward function")
         self.functions = [locate(function) if isinstance(function, str) else function for function in listed]
-        ours = ("grpo.", "tasks.")
-        self.foreign = [function for function in self.functions if not module_of(function).startswith(ours)]
+        self.foreign = [function for function in self.functions if not module_of(function).startswith(OURS)]
         self.names = [reward_name(function) for function in self.functions]
         self.wanted = [_wanted(function) for function in self.functions]
         self.weights, self.solved = weights_of(self.names, weights, usual), solved

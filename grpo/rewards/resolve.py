@@ -21,6 +21,7 @@ SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
 TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists
 LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
 ALWAYS = LISTS | {"progress", *TRL_GIVES}  # arguments that every task has
+OURS = ("grpo.", "tasks.")  # beginnings of the names of the project's modules
 # usual columns of right answers
 GOLDEN = ("answer", "gold", "solution", "target", "label", "ground_truth", "final_answer")
 Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None | Reward], or a coroutine of it

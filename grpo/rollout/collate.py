@@ -36,7 +36,8 @@ def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
         turn[i, : len(row.ids)] = torch.tensor(row.turns)
         for k in {*row.turns} - {-1}:
             of_turn = sample.turns[k].advantages
-            own[i, turn[i] == k] = sample.turns[k].completion.temperature or 0.0
+            if temperature := sample.turns[k].completion.temperature:
+                own[i, turn[i] == k] = temperature
             advantages[i, turn[i] == k] = torch.tensor(sample.reward.advantage if of_turn is None else of_turn)
         rollout_logprobs[i, : len(row.ids)] = torch.tensor(row.logprobs)
     fresh = torch.tensor([sample is None or not sample.age for _, sample, _ in owned])

@@ -9,7 +9,7 @@ from copy import deepcopy
 
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Split, State, Step, Task, Trajectory
-from grpo.rewards.resolve import module_of
+from grpo.rewards.resolve import OURS, module_of
 from grpo.rollout.environment import Environment
 from grpo.rollout.rewarding import Scorer
 from grpo.system.calls import Calls, awaited
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds of one call, after which it is left alone: a run has limits of its own
 ROWS = 2  # whose environments must all fail to start for the run to be refused
 ANSWER = "I think it is 42."
-OURS = ("grpo.", "tasks.")
 
 
 def try_task(task: Task, splits: Mapping[str, tuple[Task, Split]]) -> None:

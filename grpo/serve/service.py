@@ -149,10 +149,12 @@ class Service:
         if len(request.settings.get("stop_ids", ())) > 1000:
             raise UserError("there are at most 1000 stop_token_ids")
         most = (RAW_TOKENS if request.prompts else 256) if request.max_tokens is None else request.max_tokens
-        if (least := request.settings.get("vllm", {}).get("min_tokens", 0)) > most:
-            raise UserError(f"min_tokens={least} is above max_tokens={most}: lower it")
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return Sampling(most, **request.settings, stop=StopTexts(request.stop, decode) if request.stop else ())
+        stop = StopTexts(request.stop, decode) if request.stop else ()
+        sampling = Sampling(most, **request.settings, stop=stop)  # which checks the values
+        if (least := (sampling.vllm or {}).get("min_tokens", 0)) > most:
+            raise UserError(f"min_tokens={least} is above max_tokens={most}: lower it")
+        return sampling
 
     async def answers(self, request: CompletionRequest) -> list[Answer]:
         """Return n answers to each prompt of a request. Raises UserError and Unavailable."""
@@ -173,7 +175,7 @@ class Service:
 
     def scored(self, request: CompletionRequest) -> bool:
         """Return whether the answer needs `scores`. Raises UserError if the engine has none, and Unavailable."""
-        most = max(request.logprobs or 0, request.prompt_logprobs or 0)
+        most = request.alternatives
         scored = most > 0 or request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)
         self.batching.check_ready()
         engine = self.batching.engine
@@ -186,8 +188,7 @@ class Service:
 
     async def scores(self, request: CompletionRequest, rows: Sequence[tuple[int, ...]]) -> list:
         """Return the log-probabilities of each token of rows, with as many alternatives as the request wants."""
-        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
-        return await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, top)))
+        return await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, request.alternatives)))
 
     def answered(
         self, request: CompletionRequest, prompts: Sequence, completions: Sequence[Completion], scores: Sequence

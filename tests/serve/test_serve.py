@@ -185,6 +185,7 @@ def test_one_that_the_engine_fails_at_harms_no_other(server):
         ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, "is no conversation"),
         ({"prompt_logprobs": 21}, "21 alternatives of a token are too many"),
         ({"min_tokens": 2, "presence_penalty": 0.5}, "does not take min_tokens, presence_penalty: set engine=vllm"),
+        ({"min_tokens": "5"}, "min_tokens=5 must be an integer of at least 0"),
         ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
         ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 must be a number of at least -2 and at most 2"),
         ({"logit_bias": {"a": 1}}, "logit_bias={a: 1} must be a mapping, each key an integer of at least 0"),

@@ -16,11 +16,11 @@ from grpo.system.errors import UserError
 
 def check_arms(arms: Mapping[str, DictConfig]) -> None:
     """Raises UserError for the first arm that its run would refuse. arms: the configuration of each, by a label for people."""
-    for check in (check_sources, check_built):  # the second imports torch
+    for check, names in CHECKED.items():  # the second imports torch
         seen: list[Any] = []
         for label, config in arms.items():
             try:
-                nodes = [config[name] for name in CHECKED[check]]
+                nodes = [config[name] for name in names]
                 plain = [node and OmegaConf.to_container(node, resolve=True) for node in nodes]
                 if plain not in seen:
                     check(config)

@@ -8,7 +8,7 @@ import lightning as L
 from grpo.evaluation.evaluator import Evaluator
 from grpo.preflight import learning
 from grpo.preflight.forecast import Part, human, largest_phase
-from grpo.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes
+from grpo.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes, times_and_problems
 from grpo.preflight.probe import Probe
 from grpo.system import distributed
 from grpo.system.output.words import plural
@@ -80,7 +80,7 @@ def plan_of(
     plan, algorithm = probe.rollouts.plan, probe.rollouts.algorithm
     on_device = [part for part in parts if not part.host or probe.module.device.type == "cpu"]
     train = probe.examples["train"]
-    held_out = [probe.examples[name] for name in evaluator.sources(probe.rollouts.task) if evaluator.every]
+    times, problems = times_and_problems(probe, evaluator)
     sized = RunPlan(
         rollouts=plan.num_rollouts,
         samples=plan.prompts * plan.group_size,
@@ -89,8 +89,8 @@ def plan_of(
         tokens_per_microbatch=probe.module.optim.max_tokens_per_microbatch,
         rows=len(train),
         passes=plan.num_rollouts * plan.prompts / len(train),
-        evaluations=sum(evaluator.due(r, plan.num_rollouts) for r in range(plan.num_rollouts + 1)),
-        problems=sum(len(evaluator.chosen(rows)) for rows in held_out),
+        evaluations=times,
+        problems=problems,
         memory=largest_phase(on_device),
         disk=sum(checkpoint_bytes(probe, parts, writer) for writer in callbacks_of(callbacks, Checkpoint)),
         devices=distributed.world_size(),

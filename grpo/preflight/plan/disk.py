@@ -59,13 +59,18 @@ def checkpoint_bytes(probe: Probe, parts: Sequence[Part], writer: Checkpoint) ->
     return (writer.keep + 1) * checkpoint + (3 + min(steps, writer.history_keep or steps)) * policy
 
 
+def times_and_problems(probe: Probe, evaluator: Evaluator) -> tuple[int, int]:
+    """Return the number of evaluations of the run, and of problems in each."""
+    last = probe.rollouts.plan.num_rollouts
+    held_out = [probe.examples[name] for name in evaluator.sources(probe.rollouts.task) if evaluator.every]
+    times = sum(evaluator.due(rollout, last) for rollout in range(last + 1))
+    return times, sum(len(evaluator.chosen(rows)) for rows in held_out)
+
+
 def evaluated(probe: Probe, evaluator: Evaluator) -> float:
     """Return the samples of all evaluations of the run, as a number of rollouts."""
-    plan = probe.rollouts.plan
-    held_out = [probe.examples[name] for name in evaluator.sources(probe.rollouts.task) if evaluator.every]
-    times = sum(evaluator.due(r, plan.num_rollouts) for r in range(plan.num_rollouts + 1))
-    problems = sum(len(evaluator.chosen(rows)) for rows in held_out)
-    return times * problems * evaluator.samples / (plan.prompts * plan.group_size)
+    times, problems = times_and_problems(probe, evaluator)
+    return times * problems * evaluator.samples / (probe.rollouts.plan.prompts * probe.rollouts.plan.group_size)
 
 
 def table_bytes(probe: Probe, evaluator: Evaluator, callbacks: Sequence[L.Callback]) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from grpo.engines.only_vllm import PARAMETERS
 from grpo.env.messages import Message, ToolSpec, cut, shown
 from grpo.env.tokens import Completion
 from grpo.env.tool_parsers import Malformed
@@ -21,14 +22,6 @@ Scores = Mapping[int, float]  # log-probabilities by ids: of a token (first), an
 
 # named as in Sampling
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_ids", "guided")
-VLLM = (
-    "min_tokens",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words",
-)  # of Sampling.vllm
 SAME = {"stop_token_ids": "stop_ids", "structured_outputs": "guided"}  # other names of settings
 REGEX = ("structured_outputs_regex", "guided_decoding_regex")  # TRL's names
 IGNORED = {  # fields that change no answer, or ask for what a server may leave out
@@ -83,6 +76,11 @@ class CompletionRequest:
     def count(self) -> int:
         """The number of answers: n for each prompt."""
         return self.n * max(1, len(self.prompts))
+
+    @property
+    def alternatives(self) -> int:
+        """The largest number of alternatives that the answer gives for a token."""
+        return max(self.logprobs or 0, self.prompt_logprobs or 0)
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Fields(dict[str, Any]):
         for name in self.keys() & set(REGEX):
             settings["guided"] = {"regex": self.pop(name)}
         settings |= {"top_k": 0} if settings.get("top_k") == -1 else {}
-        vllm = {name: self.pop(name) for name in VLLM if name in self and self[name] != NEUTRAL[name]}
+        vllm = {name: self.pop(name) for name in PARAMETERS if name in self and self[name] != NEUTRAL[name]}
         if isinstance(bias := vllm.get("logit_bias"), dict):  # a JSON object has texts as keys
             vllm["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         settings |= {"vllm": vllm} if vllm else {}

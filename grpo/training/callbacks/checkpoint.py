@@ -163,18 +163,17 @@ class Checkpoint(L.Callback):
         """Write the policy, its tokenizer and a model card, and let `name` be a link to that folder. Returns whether the disk
         took them."""
         pieces = whole_pieces(module.policy) if is_sharded(module.policy) else iter([None])
-        written = self.write(module, name, pieces)
+        written = self.write(module, name, pieces)  # None on other ranks
         deque(pieces, maxlen=0)  # all ranks gather all weights together, even if the first one has failed
-        if written := any(distributed.all_gather([bool(written)])):
-            self.lost = [rollouts for rollouts in self.lost if rollouts != self.rollouts]
-        else:
-            self.lost.append(self.rollouts)
-        return written
+        taken = any(distributed.all_gather([bool(written)]))
+        others = [rollouts for rollouts in self.lost if rollouts != self.rollouts]
+        self.lost = others if taken else [*others, self.rollouts]
+        return taken
 
     @rank_zero_only
     def write(self, module: L.LightningModule, name: str, pieces: Iterator[dict[str, Tensor] | None]) -> bool:
         """Write what `export` says. pieces: see `write_policy`."""
-        policy, written = self.folder / f"policy_{self.rollouts:05}", False
+        policy = self.folder / f"policy_{self.rollouts:05}"
         with surviving(str(policy)):
             if self.exported != self.rollouts:
                 with new_folder(policy) as folder:
@@ -191,8 +190,8 @@ class Checkpoint(L.Callback):
                 old.unlink()
             named = [path.resolve() for path in (self.folder / "last", self.folder / "best", *steps)]
             remove(old for old in self.folder.glob("policy_*") if old.resolve() not in named)
-            written = True
-        return written
+            return True
+        return False
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.only_model:
