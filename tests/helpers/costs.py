@@ -1,7 +1,8 @@
 """CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs=FILE.jsonl` shows them.
 
 The seconds are those of a test's process and of the processes that it waited for. They scatter by a tenth or two, and grow on a
-busy machine, so `--budget` divides them by the time of a piece of work that is measured beside the tests. Counts do not scatter.
+busy machine, so `--budget` divides them by the time of a piece of work that is measured beside the tests. That is still half
+wrong on some machines, so only a room that takes half as much again as its budget fails. Counts do not scatter.
 """
 
 import json
@@ -25,6 +26,7 @@ BUDGET = {
     "evaluation": 10, "vllm_engines": 8, "data": 3, "devices": 12, "families": 5, "commands typed": 20,
 }  # fmt: skip
 PACE = 0.0140
+NOISE = 1.5  # what the pace does not explain: the same tests took 1.6 times the CPU seconds elsewhere, at the same pace
 PHASES: list[dict] = []  # a line of the file for each phase of each test
 COUNTS: Counter[str] = Counter()  # of this process
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
@@ -117,7 +119,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if config.option.budget and exitstatus == pytest.ExitCode.OK:
         slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
         for room, sums in by_room().items():
-            if sums["cpu"] / slower > BUDGET.get(room, 0):
+            if sums["cpu"] / slower > NOISE * BUDGET.get(room, 0):
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
                 line = f"{room} took {sums['cpu'] / slower:.1f} of {BUDGET.get(room, 0)} CPU seconds (at pace {slower:.2f}): "
                 line += "cheapen tests, or raise BUDGET in tests/helpers/costs.py"
