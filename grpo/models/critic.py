@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo.models.logprobs import Layout, completion_logprobs, pack
-from grpo.models.packed_attention import attending
+from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.packed_attention import attending, pack
 from grpo.models.packing import few_tokens
 from grpo.objectives.batch import TokenBatch
 from grpo.system.distributed import computes_in, one_pass

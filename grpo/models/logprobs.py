@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.head import of_logits, token_values
-from grpo.models.packed_attention import Packed, attending
+from grpo.models.packed_attention import attending, pack
 from grpo.models.temperature import temperatures
 from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
@@ -60,32 +60,3 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
         logits_to_keep=kept,
     ).logits[:, :-1]  # [B, C, V]
     return of_logits(logits, batch.ids[:, batch.prompt_width :], temperatures(batch, temperature), entropy_gradient)
-
-
-def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
-    """Return all rows as one sequence, and in it the index of the token before each sampled one, [n], ordered as `batch.mask`.
-
-    A row ends with the token before its last sampled one, since later tokens predict nothing that is needed.
-    """
-    mask = (batch.host or batch).mask.cpu()
-    ends = mask.flip(1).cumsum(1).bool().sum(1).sub(1).clamp(min=0).tolist()
-    prompts, rows, together = [], [], {}
-    for r, ((prompt, completion), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
-        prompts.append(prompt)
-        rows.append(completion[:end])
-        together.setdefault(prompt if share else r, []).append(r)
-    shared, rest = [], []  # of each group: the tokens that its rows share, and those of each row after them
-    for members in together.values():
-        prompt, several = prompts[members[0]], len(members) > 1
-        shared.append(prompt if several else prompt + rows[members[0]])  # a row alone is one sequence with its prompt
-        rest.append([rows[r] for r in members] if several else [])
-    plan = Packed(shared, rest, batch.ids.device, kernel)
-    before: dict[int, tuple[int, int]] = {}  # by row: the indices in T of its prompt's last token, and of its own first
-    of_prompts, of_rows = plan.starts[: len(shared)], iter(plan.starts[len(plan.prompt_lengths) :])
-    for members, first in zip(together.values(), of_prompts, strict=True):
-        for r in members:
-            last = first + len(prompts[r]) - 1
-            before[r] = last, next(of_rows) if len(members) > 1 else last + 1
-    last, start = torch.tensor([before[r] for r in range(len(rows))]).T[..., None]  # [B, 1]
-    places = torch.cat([last, start + torch.arange(mask.shape[1])], dim=1)[:, :-1]  # [B, C]
-    return plan, sent(places[mask], batch.ids.device)

@@ -1,7 +1,7 @@
 """Attention by plan: one row holds many sequences without padding, and a plan says which tokens each token attends to.
 
 A transformers model looks up its attention function by name. In `attending` that name is ours, and `model(..., plan=plan)`
-passes the plan to every layer. Knows nothing of losses or sampling.
+passes the plan to every layer. `pack` makes the plan of a batch. Knows nothing of losses or sampling.
 
 Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H heads, K key heads.
 """
@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from grpo.models.flex import FLEX, blocks_of, padding
+from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
 
 NAME = "grpo"
@@ -181,3 +182,32 @@ def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:
 def take(x: Tensor, places: Tensor) -> Tensor:
     """Return x at these places, [n, H, L, D]. x: [T, H, D]; places: [n, L]."""
     return x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
+    """Return all rows as one sequence, and in it the index of the token before each sampled one, [n], ordered as `batch.mask`.
+
+    A row ends with the token before its last sampled one, since later tokens predict nothing that is needed.
+    """
+    mask = (batch.host or batch).mask.cpu()
+    ends = mask.flip(1).cumsum(1).bool().sum(1).sub(1).clamp(min=0).tolist()
+    prompts, rows, together = [], [], {}
+    for r, ((prompt, completion), end) in enumerate(zip(batch.sequences(), ends, strict=True)):
+        prompts.append(prompt)
+        rows.append(completion[:end])
+        together.setdefault(prompt if share else r, []).append(r)
+    shared, rest = [], []  # of each group: the tokens that its rows share, and those of each row after them
+    for members in together.values():
+        prompt, several = prompts[members[0]], len(members) > 1
+        shared.append(prompt if several else prompt + rows[members[0]])  # a row alone is one sequence with its prompt
+        rest.append([rows[r] for r in members] if several else [])
+    plan = Packed(shared, rest, batch.ids.device, kernel)
+    before: dict[int, tuple[int, int]] = {}  # by row: the indices in T of its prompt's last token, and of its own first
+    of_prompts, of_rows = plan.starts[: len(shared)], iter(plan.starts[len(plan.prompt_lengths) :])
+    for members, first in zip(together.values(), of_prompts, strict=True):
+        for r in members:
+            last = first + len(prompts[r]) - 1
+            before[r] = last, next(of_rows) if len(members) > 1 else last + 1
+    last, start = torch.tensor([before[r] for r in range(len(rows))]).T[..., None]  # [B, 1]
+    places = torch.cat([last, start + torch.arange(mask.shape[1])], dim=1)[:, :-1]  # [B, C]
+    return plan, sent(places[mask], batch.ids.device)

@@ -1,6 +1,6 @@
-"""An algorithm: a point on each of seven axes, and how often a rollout is used. conf/algo holds the named algorithms.
+"""An algorithm: a point on each of eight axes, and how often a rollout is used. conf/algo holds the named algorithms.
 
-    advantage x level of the ratio x surrogate x reduction x KL x choice of tokens x correction
+    advantage x level of the ratio x surrogate x reduction x KL x choice of tokens x correction x teacher
 
 Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` turns rewards into advantages,
 `loss` is equation 1. axes.py refuses meaningless combinations.
@@ -23,10 +23,11 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
+from grpo.objectives.teaching import Imitation, Teaching
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
 from grpo.system.progress import BEGIN, Progress
-from grpo.system.ranges import Count, Positive, Share, SomeShare, enforced
+from grpo.system.ranges import Count, NonNegative, Positive, Share, SomeShare, enforced
 
 
 @enforced("algo")
@@ -41,6 +42,7 @@ class Algorithm:
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the share of max_tokens over which `overlong_penalty` falls; 0 is off.
     mask_truncated: truncated answers stay in their group's baseline, but nothing is learned from them.
+    policy_coef: of the first part of equation 1; imitation, teacher: its other two, see teaching.py.
     num_epochs: passes over a rollout, with num_minibatches updates each.
     """
 
@@ -59,6 +61,9 @@ class Algorithm:
     off_policy_delta: Positive | None = None
     overlong_share: Share = 0.0
     mask_truncated: bool = False
+    policy_coef: NonNegative = 1.0
+    imitation: Imitation = field(default_factory=Imitation)
+    teacher: Teaching = field(default_factory=Teaching)
     num_epochs: Count = 1
     num_minibatches: Count = 1
 
@@ -132,7 +137,8 @@ class Algorithm:
 
     def weights(self, mask: Tensor, sample: Tensor | None = None, count: float | None = None) -> Tensor:
         """Return w [B, C], each token's share in an update's loss. mask, sample: this rank's rows; count: all ranks' samples."""
-        return token_weights(mask, self.reduce, self.max_tokens, sample, distributed.all_sum, count)
+        shares = token_weights(mask, self.reduce, self.max_tokens, sample, distributed.all_sum, count)
+        return shares if self.policy_coef == 1 else shares * self.policy_coef
 
     def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return l(rho, A), the numbers that the surrogate logs, and the ratio rho (None for level: none). [B, C] each."""
@@ -152,21 +158,23 @@ class Algorithm:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Equation 1, over rows i and their tokens t:
 
-            L = sum_it w_it [ c_it k_it f_it l(rho_it, A_it) + beta KL_it - alpha H_it ]
+            L = sum_it w_it [ c_it k_it f_it l(rho_it, A_it) + beta KL_it - alpha H_it ] + u_it CE_it + v_it D_it
 
-        w    the token's share in the update, by `reduce` (`token_weights`)
+        w    the token's share in the update, by `reduce` (`token_weights`), times policy_coef
         c    whether the token counts (`choice`); 1 if the surrogate names `counted` and says itself what that means
         k    whether the row is kept: 0 if A < 0 and the policy has moved too far from it (`off_policy_keep`)
         f    the correction of the engine's mismatch, old policy / rollout policy (`correction`)
         l    the surrogate of the ratio rho = policy / old policy, at `level`, and the advantage A
         KL   the estimate of KL(policy || target) if its place is the loss, times rho for loss_with_ratio; beta is kl.coef
         H    the entropy of the policy; alpha is that of `EntropyController`
+        CE   -log policy, the cross-entropy with a text (`imitation`); D: the divergence to a teacher (`teacher`)
+        u, v the token's share in these two parts, each with a denominator of its own
 
         A factor that is off is 1, a term that is off 0. logprobs, entropy: [B, C], with gradient (the entropy only if it is
         active). batch: with advantages, weights, old_logprobs, and whatever the axes need. Returns the sum over a microbatch, to
         be summed over the update, and numbers to log, [B, C] each.
         """
-        c = k = f = 1.0
+        c, k, f, u, v, CE, D = 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
         l, logged, rho = self.policy_term(logprobs, batch)  # noqa: E741 - the equation's letter
         logged = {**logged, "policy": l, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
@@ -186,5 +194,9 @@ class Algorithm:
                 KL = KL * rho
         if rho is not None:
             logged["ratio"] = rho
-        L = (w * (c * k * f * l + beta * KL - alpha * H)).sum()
+        if batch.imitation is not None:
+            u, CE = batch.imitation, -logprobs
+        if batch.teaching is not None:
+            v, D = batch.teaching, batch.divergence
+        L = (w * (c * k * f * l + beta * KL - alpha * H) + u * CE + v * D).sum()
         return L, {name: values.detach().float() for name, values in logged.items()}

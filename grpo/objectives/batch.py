@@ -75,6 +75,11 @@ class TokenBatch:
     values: Tensor | None = None  # [B, C] float32, the critic's, of the state before each token
     targets: Tensor | None = None  # [B, C] float32, what the values should be
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
+    row: Tensor | None = None  # [B] int64, the row's place in the rollout
+    imitation: Tensor | None = None  # [B, C] the same in the cross-entropy; 0 outside it, see teaching.py
+    teaching: Tensor | None = None  # [B, C] the same in the divergence to a teacher
+    teacher_logprobs: Tensor | None = None  # [B, C]
+    divergence: Tensor | None = None  # [B, C] from the policy to the teacher, with gradient
     host: Self | None = None  # ids, masks and samples in the host's memory, see packing.with_host
 
     def __len__(self) -> int:
@@ -118,7 +123,15 @@ class TokenBatch:
         width, used = self.prompt_width, (self.host or self).attention_mask.any(dim=0).cpu()
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "sample", "fresh", "group", "host"}:
+        for name in {f.name for f in fields(self)} - {
+            "ids",
+            "attention_mask",
+            "sample",
+            "fresh",
+            "group",
+            "row",
+            "host",
+        }:
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]  # [B, C]
         return replace(self, host=self.host and self.host.trimmed(), **change)
@@ -140,5 +153,6 @@ class TokenBatch:
         return self.by_sample((values * self.mask).sum(1), shape) / counts.clamp(min=1)
 
     def silenced(self) -> Self:
-        """Return the same rows, with an empty mask and advantages of 0."""
-        return replace(self, mask=torch.zeros_like(self.mask), advantages=torch.zeros_like(self.rollout_logprobs))
+        """Return the same rows, in no part of the loss: with an empty mask and advantages of 0."""
+        nothing = torch.zeros_like(self.rollout_logprobs)
+        return replace(self, mask=nothing.bool(), advantages=nothing, imitation=None, teaching=None)

@@ -1,0 +1,147 @@
+"""The second and the third part of equation 1: cross-entropy with a text, and the divergence to a teacher.
+
+S is the policy (the student), T the teacher; both are distributions over the vocabulary at one token, at the temperature of the
+run. A token with weight 0 in a part is in neither its sum nor its denominator, so no part dilutes another.
+
+A divergence is a function whose parameters name its arguments. With `student` and `teacher`, the log-probabilities [n, V] of n
+tokens, it compares distributions and returns [n]. Else it is of the sampled tokens, and returns [B, C]: see `OF_TOKENS`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grpo.objectives.arguments import call, function_of, parameters
+from grpo.objectives.batch import TokenBatch
+from grpo.objectives.loss import Reduce
+from grpo.system.errors import UserError
+from grpo.system.ranges import Count, FunctionName, NonNegative, Positive, Share, enforced
+
+
+@enforced("algo.imitation")
+@dataclass(frozen=True)
+class Imitation:
+    """Weights of the cross-entropy with a token, by who wrote it.
+
+    sampled: whoever played the rollout: the policy, a teacher, the data. observed: the environment, after the policy's first
+    token (ECHO, arXiv 2605.24517). given: the demonstration of the example, beside the samples (teacher=rows).
+    """
+
+    sampled: NonNegative = 0.0
+    observed: NonNegative = 0.0
+    given: NonNegative = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether any token has a weight."""
+        return bool(self.sampled or self.observed or self.given)
+
+
+# -- divergences of the sampled tokens: their expected gradient over samples of S is that of KL(S || T)
+
+
+def sampled(logprobs: Tensor, teacher_logprobs: Tensor, ratio: Tensor) -> Tensor:
+    """-rho A with the advantage A = log T(y) - log S(y), detached (MOPD, arXiv 2601.02780). Without the detachment the teacher
+    would leave the gradient."""
+    return -ratio * (teacher_logprobs - logprobs).detach()
+
+
+# -- divergences of distributions: n tokens, V entries; log-probabilities, with gradient in `student`
+
+
+def forward(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(T || S), [n]: covers what the teacher does."""
+    return kl(teacher, student)
+
+
+def reverse(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(S || T), [n]: avoids what the teacher would not do."""
+    return kl(student, teacher)
+
+
+def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S, [n] (GKD, arXiv 2306.13649). Its two ends are
+    forward (beta 0) and reverse (1), which it does not approach: for a small beta it is about beta times forward."""
+    if beta in (0, 1):
+        return reverse(student, teacher) if beta else forward(student, teacher)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) of log-probabilities, [n]. p, q: [n, V]. An entry that p excludes adds nothing."""
+    return (p.exp() * (p.clamp(min=-1e4) - q.clamp(min=-1e4))).sum(-1)
+
+
+def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
+    """Return the log-probabilities of fewer entries: the kept ones, [n, k], and with a tail all others as one more; without,
+    the kept ones alone, renormalised. logprobs: [n, V]; kept: indices, [n, k]."""
+    some = logprobs.gather(-1, kept)
+    total = some.logsumexp(-1, keepdim=True)
+    if not tail:
+        return some - total
+    return torch.cat([some, (-total.clamp(max=-1e-7).expm1()).log()], dim=-1)
+
+
+NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
+Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
+
+
+@enforced("algo.teacher")
+@dataclass(frozen=True)
+class Teaching:
+    """The third part of equation 1, coef times a divergence from the policy to a teacher, on the tokens that the policy sampled.
+
+    beta: of jsd. top_k: the entries that are compared, the largest of top_of; None: all. tail: see `coarse`. cap: most of the
+    ratio policy / old policy, detached, by which the divergence of a token is multiplied (SDPO, arXiv 2601.20802); None: no
+    ratio. reduce: as in `token_weights`.
+    """
+
+    coef: NonNegative = 0.0
+    divergence: Divergence = "sampled"
+    beta: Share = 0.5
+    top_k: Count | None = None
+    top_of: Literal["student", "teacher"] = "student"
+    tail: bool = True
+    cap: Positive | None = None
+    reduce: Reduce = "token"
+
+    def __post_init__(self) -> None:
+        function = function_of("teacher.divergence", self.divergence, Divergence)
+        reduce = function_of("teacher.reduce", self.reduce, Reduce)
+        vars(self).update(divergence=NAMED.get(function, function), reduce=reduce)
+        if self.top_k and not self.of_distributions:
+            line = "compares sampled tokens, not distributions: take forward, reverse or jsd, or top_k=null"
+            raise UserError(f"algo.teacher.top_k={self.top_k}, but the divergence {line}")
+
+    @property
+    def of_distributions(self) -> bool:
+        """Whether the divergence compares distributions."""
+        return bool({"student", "teacher"} & parameters(self.divergence).keys())
+
+    def of_sampled(self, logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        """Return the divergence of each sampled token, [B, C]. logprobs: with gradient; old_logprobs: see `Algorithm`."""
+        offered = {name: getattr(batch, name) for name in ("teacher_logprobs", "rollout_logprobs", "sample", "group")}
+        offered |= {"logprobs": logprobs, "ratio": (logprobs - old_logprobs).exp(), "mask": batch.teaching > 0}
+        return call("teacher.divergence", self.divergence, offered)
+
+    def of_words(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        """Return the divergence of n tokens, [n]. student, teacher: log-probabilities [n, V]; targets: the tokens, [n]."""
+        if self.top_k:
+            best = student.detach() if self.top_of == "student" else teacher
+            kept = best.topk(min(self.top_k, best.shape[-1]), dim=-1).indices
+            student, teacher = coarse(student, kept, self.tail), coarse(teacher, kept, self.tail)
+        offered = {"student": student, "teacher": teacher, "targets": targets, "beta": self.beta}
+        return call("teacher.divergence", self.divergence, offered)
+
+    def capped(self, divergence: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        """Return the divergence, [B, C], times the capped ratio."""
+        return (
+            divergence
+            if self.cap is None
+            else divergence * (logprobs - old_logprobs).detach().exp().clamp(max=self.cap)
+        )
