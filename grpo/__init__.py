@@ -15,6 +15,7 @@ its door is the first lines of its __init__.py.
     runs        what a run leaves behind, and what reads it: tables, comparisons, plots; the bounds of healthy metrics (health.py)
     report      a run or a sweep as one page
     training    the update (a LightningModule), checkpoints, devices; callbacks/ have what happens round it; health.py warns
+    teachers    who else the policy learns from: a text, another model, itself
     preflight   before the first update: the memory forecast, the checks (data.py: has any group a signal?), the plan
     config      composes, checks and explains configurations; resumed runs; help
     apps        what all command lines share, the Python API, sweep/, the models of the demo and of the README

@@ -8,7 +8,6 @@ tokens, it compares distributions and returns [n]. Else it is of the sampled tok
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 

@@ -178,7 +178,7 @@ class Taught(GRPOModule):
             states = one_pass(teacher, teacher_states, read, *self.teacher_layout)
         lesson = Distributions(teacher, states), members, teaching
         settings = self.temperature, entropy_gradient, *self.layout
-        logprobs, entropy, values = one_pass(model, partial(compared, lesson), scored, *settings)
+        logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
         return logprobs, entropy
 
@@ -201,7 +201,7 @@ def teacher_states(model: nn.Module, batch: TokenBatch, layout: Layout, kernel: 
     return states_before(model.get_decoder(), batch, layout, kernel)
 
 
-def compared(
+def logprobs_and_divergence(
     lesson: tuple[Distributions, Tensor, Teaching],
     model: nn.Module,
     batch: TokenBatch,

@@ -1,0 +1,1 @@
+"""Three parts of one loss: each with a denominator of its own."""
