@@ -23,7 +23,7 @@ class Distributions:
     states: Tensor
 
     def logprobs(self, at: slice, temperature: float | Tensor, states: Tensor | None = None) -> Tensor:
-        """Return log softmax(logits / temperature) of some of the tokens, [c, V] float32. states: in place of these, [c, hidden]."""
+        """Return log softmax(logits / temperature) of some tokens, [c, V] float32. states: in place of these, [c, hidden]."""
         model, states = self.model, self.states[at] if states is None else states
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
         head, factor = model.get_output_embeddings(), factor_of(model, states.shape[1])
