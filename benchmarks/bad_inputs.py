@@ -35,6 +35,7 @@ GROUPS = [
     "algo/choice",
     "algo/correction",
     "critic",
+    "teacher",
     "sampler",
     "selection",
     "rollout",

@@ -17,7 +17,7 @@ from grpo.models.token_scores import divided, temperature_at
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a model predicts at n tokens. states: [n, hidden], of its decoder."""
+    """Predictions of a model at n tokens. states: [n, hidden], of its decoder."""
 
     model: nn.Module
     states: Tensor
