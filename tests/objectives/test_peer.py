@@ -300,7 +300,7 @@ def test_trl_s_trainer_and_our_module_make_the_same_steps(toy, tmp_path, monkeyp
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_divergences_are_trls(beta, temperature):
-    """Of a capped teacher to a scaled student, with their gradients: TRL's stable trainer, in chunks, and its GKD."""
+    """A capped teacher and a scaled student, with gradients: TRL's stable trainer, in chunks, and its GKD."""
     from helpers.models import model_of
     from trl.experimental.gkd import GKDTrainer
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
