@@ -20,7 +20,7 @@ TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alo
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a model predicts at n tokens. states: [n, hidden], of its decoder."""
+    """The predictions of a model at n tokens. states: [n, hidden], of its decoder."""
 
     model: nn.Module
     states: Tensor

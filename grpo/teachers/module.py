@@ -203,7 +203,7 @@ class Taught(GRPOModule):
 
 
 def distributions(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
-    """Return what the teacher predicts at each token of the mask. copied: it needs its own head, see `with_own_head`."""
+    """Return the predictions of the teacher at each token of the mask. copied: it needs its own head, see `with_own_head`."""
     states = states_before(model.get_decoder(), batch, layout, kernel)
     return Distributions(with_own_head(model) if copied else model, states)
 
