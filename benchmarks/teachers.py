@@ -124,7 +124,9 @@ def main() -> None:
         if not given.json:
             print(f"vocabulary {vocabulary}, head {head:.1f} MB, {ROWS * ANSWER} tokens")
             for name, spent in taken.items():
-                more = f"{spent / (body or 1):6.2f} x  {peaks[name] / 1e6:8.1f} MB {peaks[name] / peaks['plain']:6.2f} x"
+                more = (
+                    f"{spent / (body or 1):6.2f} x  {peaks[name] / 1e6:8.1f} MB {peaks[name] / peaks['plain']:6.2f} x"
+                )
                 print(f"  {name:8}{spent:8.3f} s {more}", flush=True)
     if given.json:
         print(json.dumps(results, indent=2))
