@@ -66,6 +66,14 @@ class Taught(GRPOModule):
         with self.teacher.model() as model:
             return trusted(model, self.optim.layout)
 
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["teacher"] = self.teacher.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.teacher.load_state_dict(checkpoint.get("teacher", {}))
+
     # -- before the updates
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
@@ -82,6 +90,11 @@ class Taught(GRPOModule):
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
         taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
+        if judged is not None:
+            kept, rows = distributed.all_sum(
+                torch.stack([judged.sum(), torch.full_like(judged.sum(), len(judged))]).float()
+            )
+            batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
         self.beyond = bool(texts.any())
         if self.beyond:  # a text has no temperature of sampling
