@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from grpo.env.types import State, Trajectory
+from grpo.env.types import Example, State, Trajectory
 from grpo.models.policy import Reference
 from grpo.models.pretrained import context_of
 from grpo.objectives.batch import TokenBatch
@@ -17,77 +18,107 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
 from grpo.system.ranges import Share, enforced
-from grpo.teachers.average import Average
 from grpo.teachers.kinds import Teacher
 from grpo.training.batch import RolloutBatch
 
-PROMPT = "{question}\n\nA right answer:\n{context}\n\nNow answer in your own words."
+
+class Average(Reference):
+    """theta' <- (1 - alpha) theta' + alpha theta, in float32; theta' begins as the policy.
+
+    It is a model of its own, because a comparison of distributions needs its head, too; what does not learn is shared with the
+    policy. Of an adapter each matrix is averaged by itself, so that B A of the means is not the mean of B A.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        if getattr(policy, "is_mapped", False):
+            reason = "needs the whole policy on every device, and strategy=fsdp2 gives each a part"
+            raise UserError(f"teacher.weights=ema {reason}: set strategy=ddp, or teacher.weights=live")
+        super().__init__(policy, moves=True)
+        shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        self.copy = deepcopy(policy, shared).requires_grad_(False)
+
+    def means(self) -> dict[str, nn.Parameter]:
+        """Return the weights of the model that move, by name."""
+        return {name: p for name, p in self.copy.named_parameters() if name in self.weights}
+
+    def own(self) -> list[Tensor]:
+        return [*self.weights.values(), *self.means().values()]
+
+    def move(self, alpha: float) -> None:
+        self.weights = {name: weight.to(self.policy.device) for name, weight in self.weights.items()}
+        super().move(alpha)
+        self.put(self.means(), self.weights)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        if weights.keys() != self.weights.keys():
+            line = "ckpt_path has no mean of this policy for teacher.weights=ema"
+            raise UserError(f"{line}: give the teacher= and adapter= of that run")
+        super().load(dict(weights))
+        self.put(self.means(), self.weights)
 
 
+@enforced("teacher")
+@dataclass(eq=False)
 class Itself(Teacher):
-    """teacher=self (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802).
+    """teacher=self (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802). Mutable: it has the weights.
 
     weights: live: the policy as it is; start: as it was before training; ema: its mean, see `Average`, with alpha.
-    context: solution: the task's right answer, or `column` of the row; feedback: `column` of what a reward function logs with
+    context: solution: `column` of the row, or the task's right answer; feedback: `column` of what a reward function logs with
     log_extra; sibling: what the first other sample of the group with a reward of `success` or more wrote after the same state;
     None: the teacher reads what the student does. prompt: replaces the last user message; {question} is that message. A row
     without context, or too long with it for the model, is out of the teacher's part of the loss.
     """
 
+    weights: Literal["live", "start", "ema"] = "live"
+    alpha: Share = 0.05
+    context: Literal["solution", "feedback", "sibling"] | None = "solution"
+    column: str | None = None
+    success: float = 1.0
+    prompt: str = "{question}\n\nA right answer:\n{context}\n\nNow answer in your own words."
+
     has_model = True
 
-    @enforced("teacher")
-    def __init__(
-        self,
-        weights: Literal["live", "start", "ema"] = "live",
-        alpha: Share = 0.05,
-        context: Literal["solution", "feedback", "sibling"] | None = "solution",
-        column: str | None = None,
-        success: float = 1.0,
-        prompt: str = PROMPT,
-    ) -> None:
-        if missing := [name for name in ("{question}", "{context}") if name not in prompt]:
-            raise UserError(f"teacher.prompt={prompt!r} lacks {missing[0]}: write {{question}} and {{context}} in it")
-        if context == "feedback" and column is None:
+    def __post_init__(self) -> None:
+        if missing := [name for name in ("{question}", "{context}") if name not in self.prompt]:
+            raise UserError(f"teacher.prompt={self.prompt!r} lacks {missing[0]}: write it where that text belongs")
+        if self.context == "feedback" and self.column is None:
             line = "name a column that a reward function writes with log_extra (docs/rewards.md)"
             raise UserError(f"teacher.context=feedback, and teacher.column is null: {line}")
-        self.weights, self.alpha, self.context = weights, alpha, context
-        self.column, self.success, self.prompt = column, success, prompt
 
     # -- the weights
 
     def attach(self, policy: nn.Module) -> None:
         super().attach(policy)
-        self.start = Reference(policy) if self.weights == "start" else None
-        self.average = Average(policy, self.alpha) if self.weights == "ema" else None
+        self.held = None if self.weights == "live" else {"start": Reference, "ema": Average}[self.weights](policy)
 
     def own(self) -> list[Tensor]:
-        return (self.start or self.average).own() if self.start or self.average else []
+        return self.held.own() if self.held else []
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        if self.start:
-            with self.start.model() as model:
-                yield model
-        else:
-            yield self.average.model() if self.average else self.policy
+        with self.held.model() if self.held else nullcontext(self.policy) as model:
+            yield model
 
     def moved(self) -> None:
-        if self.average:
-            self.average.move()
+        if self.weights == "ema":
+            self.held.move(self.alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.average.state_dict() if self.average else {}
+        return self.held.weights if self.weights == "ema" else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.average:
-            self.average.load_state_dict(state)
+        if self.weights == "ema":
+            self.held.load(state)
 
     # -- the context
 
     def reading(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         if self.context is None:
             return tokens, None
+        examples, task = batch.scores.examples, rollouts.task
+        if self.context == "solution" and all(self.solution(example, task) is None for example in examples):
+            columns = ", ".join(examples[0])
+            raise UserError(f"teacher.context=solution: no row has one; set teacher.column to one of {columns}")
         size, most = batch.scores.rewards.shape[1], context_of(self.policy.config) or float("inf")
         cut = getattr(rollouts.renderer, "keep", None)  # the length of a prompt that may lack its beginning
         prompts, judged = [], []
@@ -102,11 +133,11 @@ class Itself(Teacher):
     def longer(self, group: Group, s: int, turn: int, rollouts: Rollouts) -> tuple[int, ...]:
         """Return the prompt of a turn of sample s with the context, as tokens; empty without context."""
         steps = group[s].trajectory.steps
-        state = steps[turn].state if turn < len(steps) else State(())  # of others' samples there may be tokens alone
-        users = [i for i, message in enumerate(state.messages) if message.role == "user"]
-        if state.prompt is not None or not users or not (context := self.text(group, s, state, rollouts.task)):
+        state = steps[turn].state if turn < len(steps) else State(())  # samples of others may be tokens alone
+        asked = [i for i, message in enumerate(state.messages) if message.role == "user"]
+        if state.prompt is not None or not asked or not (context := self.text(group, s, state, rollouts.task)):
             return ()
-        messages, last = [*state.messages], users[-1]
+        messages, last = [*state.messages], asked[-1]
         texts = {"question": messages[last].content, "context": context}
         text = re.sub(r"\{(question|context)\}", lambda found: texts[found[1]], self.prompt)
         messages[last] = replace(messages[last], content=text)
@@ -117,17 +148,13 @@ class Itself(Teacher):
         if self.context == "sibling":
             right = (other for i, other in enumerate(group) if i != s and other.reward.value >= self.success)
             return next(filter(None, (written_after(state, other.trajectory) for other in right)), None)
-        if self.context == "feedback":
-            found = (group[s].reward.extra or {}).get(self.column)
-        elif self.column is not None:
-            if self.column not in (example := group[s].example):
-                raise UserError(f"teacher.column={self.column} is not in a row: it has {', '.join(example)}")
-            found = example[self.column]
-        elif (gold := getattr(task, "gold", None)) is not None:
-            found = gold(group[s].example)
-        else:
-            raise UserError("teacher.context=solution, and the task knows no right answers: name a teacher.column")
+        extra = group[s].reward.extra or {}
+        found = self.solution(group[s].example, task) if self.context == "solution" else extra.get(self.column)
         return None if found is None else str(found)
+
+    def solution(self, example: Example, task: object) -> Any:
+        """Return the right answer of a row; None if it has none."""
+        return getattr(task, "gold", lambda row: None)(example) if self.column is None else example.get(self.column)
 
 
 def written_after(state: State, trajectory: Trajectory) -> str | None:

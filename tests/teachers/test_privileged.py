@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.learning import fresh
 from helpers.models import disturb
-from helpers.teaching import batch_of, renderer_of, talk, taught
+from helpers.privileged import batch_of, renderer_of, talk, taught
 from peft import LoraConfig
 
 from grpo.env.messages import Message
@@ -102,7 +102,7 @@ def test_other_contexts(toy, renderer, groups):
     assert prompts(told, context="feedback", column="hint") == [shown(renderer, "3 + 4 (add {question}?)"), None]
     assert prompts(groups[0][:1]) == [shown(renderer, "3 + 4 (7?)")]  # of GSM8K's answer
     assert prompts(groups[0][:1], column="question") == [shown(renderer, "3 + 4 (q?)")]
-    with pytest.raises(UserError, match=r"teacher\.column=hint is not in a row: it has question, answer"):
+    with pytest.raises(UserError, match=r"no row has one; set teacher\.column to one of question, answer"):
         prompts(groups[0], column="hint")
     with pytest.raises(UserError, match=r"lacks \{question\}"):
         Itself(prompt="{context}")
@@ -180,8 +180,8 @@ def test_the_mean_moves_after_each_update(toy, renderer, groups, adapted, alpha)
         norm += float((moved[1][name] - start).norm())
     assert norm > 0.01
     frozen = {id(p) for p in policy.parameters() if not p.requires_grad}
-    assert {id(p) for p in teacher.average.copy.parameters()} & {id(p) for p in policy.parameters()} == frozen
-    assert len(teacher.own()) == len(mean)
+    assert {id(p) for p in teacher.held.copy.parameters()} & {id(p) for p in policy.parameters()} == frozen
+    assert len(teacher.own()) == 2 * len(mean)
 
 
 def test_the_mean_compares_with_its_own_head_and_a_checkpoint_restores_it(toy, renderer, groups):
@@ -191,12 +191,12 @@ def test_the_mean_compares_with_its_own_head_and_a_checkpoint_restores_it(toy, r
     batch = batch_of(groups[:1])
     module.training_step(batch, 0)
     head = policy.get_output_embeddings().weight
-    assert (head - teacher.average.copy.get_output_embeddings().weight).abs().max() > 1e-3
+    assert (head - teacher.held.copy.get_output_embeddings().weight).abs().max() > 1e-3
     saved = {name: p.clone() for name, p in teacher.state_dict().items()}
     exact = []
     tokens = batch_of(groups[:1]).tokens
     for (prompt, ids), (longer, _) in zip(tokens.sequences(), module.read.sequences(), strict=True):
-        exact.append(jsd(plainly(policy, prompt, ids), plainly(teacher.average.copy, longer, ids)))
+        exact.append(jsd(plainly(policy, prompt, ids), plainly(teacher.held.copy, longer, ids)))
     metrics = module.training_step(batch_of(groups[:1]), 0)
     assert metrics["teacher/divergence"] == pytest.approx(torch.cat(exact).mean().item(), rel=1e-4)
     again = taught(policy, Itself("ema", 0.5), renderer, **teaching())

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 from conftest import EXAMPLES
-from helpers.learning import make_module
 
 from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
@@ -15,6 +14,7 @@ from grpo.rollout.types import Group, Sample
 from grpo.teachers.kinds import Teacher
 from grpo.teachers.module import Taught
 from grpo.training.batch import RolloutBatch
+from helpers.learning import make_module
 from tasks.gsm8k import GSM8K
 
 
