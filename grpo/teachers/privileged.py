@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,51 +17,18 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
 from grpo.system.ranges import Share, enforced
-from grpo.teachers.kinds import Teacher
+from grpo.teachers.kinds import Start
 from grpo.training.batch import RolloutBatch
-
-
-class Average(Reference):
-    """theta' <- (1 - alpha) theta' + alpha theta, in float32; theta' begins as the policy.
-
-    It is a model of its own, because a comparison of distributions needs its head, too; what does not learn is shared with the
-    policy. Of an adapter each matrix is averaged by itself, so that B A of the means is not the mean of B A.
-    """
-
-    def __init__(self, policy: nn.Module) -> None:
-        if getattr(policy, "is_mapped", False):
-            reason = "needs the whole policy on every device, and strategy=fsdp2 gives each a part"
-            raise UserError(f"teacher.weights=ema {reason}: set strategy=ddp, or teacher.weights=live")
-        super().__init__(policy, moves=True)
-        shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
-        self.copy = deepcopy(policy, shared).requires_grad_(False)
-
-    def means(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the model that move, by name."""
-        return {name: p for name, p in self.copy.named_parameters() if name in self.weights}
-
-    def own(self) -> list[Tensor]:
-        return [*self.weights.values(), *self.means().values()]
-
-    def move(self, alpha: float) -> None:
-        self.weights = {name: weight.to(self.policy.device) for name, weight in self.weights.items()}
-        super().move(alpha)
-        self.put(self.means(), self.weights)
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        if weights.keys() != self.weights.keys():
-            line = "ckpt_path has no mean of this policy for teacher.weights=ema"
-            raise UserError(f"{line}: give the teacher= and adapter= of that run")
-        super().load(dict(weights))
-        self.put(self.means(), self.weights)
 
 
 @enforced("teacher")
 @dataclass(eq=False)
-class Itself(Teacher):
+class Itself(Start):
     """teacher=self (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802). Mutable: it has the weights.
 
-    weights: live: the policy as it is; start: as it was before training; ema: its mean, see `Average`, with alpha.
+    weights: live: the policy as it is; start: as it was before training; ema: its mean theta' <- (1 - alpha) theta' + alpha theta,
+    which begins as the policy and moves after each update. Of an adapter each matrix is averaged by itself, so that B A of the
+    means is not the mean of B A.
     context: solution: `column` of the row, or the task's right answer; feedback: `column` of what a reward function logs with
     log_extra; sibling: what the first other sample of the group with a reward of `success` or more wrote after the same state;
     None: the teacher reads what the student does. prompt: replaces the last user message; {question} is that message. A row
@@ -88,27 +54,30 @@ class Itself(Teacher):
     # -- the weights
 
     def attach(self, policy: nn.Module) -> None:
-        super().attach(policy)
-        self.held = None if self.weights == "live" else {"start": Reference, "ema": Average}[self.weights](policy)
+        self.policy = policy
+        self.start = None if self.weights == "live" else Reference(policy, moves=self.weights == "ema")
 
     def own(self) -> list[Tensor]:
-        return self.held.own() if self.held else []
+        return super().own() if self.start else []
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        with self.held.model() if self.held else nullcontext(self.policy) as model:
+        with super().model() if self.start else nullcontext(self.policy) as model:
             yield model
 
     def moved(self) -> None:
         if self.weights == "ema":
-            self.held.move(self.alpha)
+            self.start.move(self.alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.held.weights if self.weights == "ema" else {}
+        return self.start.weights if self.weights == "ema" else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.weights == "ema" and state.keys() != self.start.weights.keys():
+            line = "ckpt_path has no mean of this policy for teacher.weights=ema"
+            raise UserError(f"{line}: give the teacher= and adapter= of that run")
         if self.weights == "ema":
-            self.held.load(state)
+            self.start.load(dict(state))
 
     # -- the context
 
