@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once, with_parts
 from grpo.models.token_scores import divided, temperature_at
 
-TENSORS = 8  # of [c, V] in float32 that a chunk needs at once, where the head itself needs one or two
+TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alone holds two of its larger chunks
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,18 @@ class Distributions:
     model: nn.Module
     states: Tensor
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Return the logits of some tokens, [c, V]. states: theirs, [c, hidden]."""
-        model = without_adapter(self.model)
+    @property
+    def width(self) -> int:
+        """V, with the padding of the model's vocabulary."""
+        return without_adapter(self.model).get_output_embeddings().out_features
+
+    def logprobs(self, at: slice, temperature: float | Tensor, width: int, states: Tensor | None = None) -> Tensor:
+        """Return log softmax(logits / temperature) of c tokens over the first `width` entries, [c, width] float32. What the model
+        excludes has -1e4. temperature: a number, or one for each of them, [c]. states: in place of these, [c, hidden]."""
+        model, states = without_adapter(self.model), self.states[at] if states is None else states
         plain = factor_of(model, states.shape[1]) == 1
-        return model.get_output_embeddings()(states) if plain else after_the_decoder(model, states)
+        logits = model.get_output_embeddings()(states) if plain else after_the_decoder(model, states)
+        return divided(logits[:, :width].float(), temperature).log_softmax(-1).clamp(min=-1e4)
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
@@ -38,8 +45,8 @@ def without_adapter(model: nn.Module) -> nn.Module:
 
 
 def with_own_head(model: nn.Module) -> nn.Module:
-    """Return the model with a copy of its head: a policy that was a teacher for a moment gets its own weights back, but the teacher
-    is asked again in the backward pass."""
+    """Return the model with a copy of its head: a policy that was a teacher for a moment gets its own weights back, and the
+    teacher is asked again in the backward pass."""
     model = without_adapter(model)
     head = model.get_output_embeddings()
     return with_parts(model, {head: deepcopy(head).requires_grad_(False)})
@@ -54,18 +61,18 @@ def divergences(
 ) -> Tensor:
     """Return function(student's log-probabilities [c, V], teacher's [c, V], targets [c]) of all n tokens, [n] float32.
 
-    The log-probabilities are finite: what a model excludes has -1e4. The gradient goes to the student. If the vocabularies differ
-    in padding, both are cut to the shorter one.
+    The log-probabilities are finite. The gradient goes to the student. Padding of the larger vocabulary is cut off before the
+    softmax.
     """
-    size = max(1, logits_at_once(targets.device.type) // (TENSORS * student.model.config.get_text_config().vocab_size))
+    width = min(student.width, teacher.width)
+    size = max(1, logits_at_once(targets.device.type) // (TENSORS * width))
 
     def of_chunk(states: Tensor, at: slice) -> Tensor:
+        heat = temperature_at(temperature, at)
+        ours = student.logprobs(at, heat, width, states)
         with torch.no_grad():
-            theirs = teacher.logits(teacher.states[at])
-        ours, heat = student.logits(states), temperature_at(temperature, at)
-        shorter = min(ours.shape[-1], theirs.shape[-1])
-        S, T = (divided(z[:, :shorter].float(), heat).log_softmax(-1).clamp(min=-1e4) for z in (ours, theirs))
-        return function(S, T, targets[at])
+            theirs = teacher.logprobs(at, heat, width)
+        return function(ours, theirs, targets[at])
 
     chunks = [
         checkpoint(of_chunk, student.states[at], at, use_reentrant=False, preserve_rng_state=False)

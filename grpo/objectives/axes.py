@@ -56,6 +56,8 @@ def check_combinations(a: Any) -> None:
         raise UserError(
             f"{level} has no effect: {named('surrogate', a.surrogate)} does not use the ratio; set algo.level=none"
         )
+    if not (a.policy_coef or a.imitation.active or a.teacher.coef):
+        raise UserError("algo.policy_coef=0, and no other part of the loss has a weight: nothing would be learned")
     if not {"rewards", "steps"} & parameters(a.advantage).keys():
         for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
             if is_on:

@@ -1,16 +1,17 @@
-"""More divergences to a teacher, each a function of one paper. teaching.py has the first ones, and says what a divergence gets and
-returns.
+"""More divergences to a teacher, each a function of one paper. teaching.py has the first ones, and says what a divergence gets
+and returns.
 
 S policy, T teacher, mu the policy that sampled, y the sampled token; B rows, C completion tokens, n tokens, V vocabulary.
 """
 
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from grpo.objectives.teaching import kl
 from grpo.system.ranges import NonNegative, Range
+
+Inner = Annotated[float, Range(0, 1, above=True, below=True)]
 
 
 def iw_opd(
@@ -25,23 +26,16 @@ def iw_opd(
 
 
 def vopd(student: Tensor, teacher: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """KL(S || T), [n], with the gradient of -A log S(y), A = log T(y) - log S(y) + KL(S || T): the divergence of the sampled token
-    less a baseline, which takes no part in the expected gradient and makes its variance small (vOPD, arXiv 2605.07865)."""
+    """KL(S || T), [n], with the gradient of -A log S(y), A = log T(y) - log S(y) + KL(S || T): the sampled divergence less a
+    baseline, which leaves the expected gradient as it is and makes its variance small (vOPD, arXiv 2605.07865)."""
     baseline = kl(student.detach(), teacher)
     A = (teacher_logprobs - logprobs).detach() + baseline
     return baseline - A * (logprobs - logprobs.detach())
 
 
-def topd(
-    teacher_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    group: Tensor,
-    alpha: Annotated[float, Range(0, 1, above=True, below=True)] = 0.5,
-    eps: NonNegative = 1e-4,
-) -> Tensor:
-    """Return A, [B, C], of all rows of a rollout (TOP-D, arXiv 2607.04751). The reward of a token is log(alpha T / mu + 1 - alpha),
-    at least log(1 - alpha); its return is that, plus the mean of the later ones in its row; A is the z-score of the return among
+def topd(teacher_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, group: Tensor, alpha: Inner = 0.5) -> Tensor:
+    """Return A, [B, C], of all rows of a rollout (TOP-D, arXiv 2607.04751). A token's reward is log(alpha T / mu + 1 - alpha), at
+    least log(1 - alpha). Its return is that, plus the mean of the later rewards in its row; A is the z-score of the return among
     all tokens of the group."""
     mask = mask.to(teacher_logprobs.dtype)
     reward = (alpha * (teacher_logprobs - rollout_logprobs).expm1()).log1p() * mask
@@ -55,4 +49,4 @@ def topd(
         return (total / count.clamp(min=1))[place, None]
 
     centred = (returns - mean(returns)) * mask
-    return centred / (mean(centred.square()).sqrt() + eps)
+    return centred / (mean(centred.square()).sqrt() + 1e-4)

@@ -89,8 +89,9 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
     return torch.cat([some, (-total.clamp(max=-1e-7).expm1()).log()], dim=-1)
 
 
-OF_WORDS = ("student", "teacher", "logprobs", "teacher_logprobs", "beta")  # the middle two are of the sampled tokens, [n]
-OF_SAMPLED = ("logprobs", "ratio", "teacher_logprobs", "rollout_logprobs", "mask", "sample", "group")  # [B, C], [B]
+# what a function's parameters may name; `logprobs` and `teacher_logprobs` are of the sampled tokens
+OF_WORDS = "student", "teacher", "logprobs", "teacher_logprobs", "beta"  # [n, V], [n, V], [n], [n]
+OF_SAMPLED = "logprobs", "ratio", "teacher_logprobs", "rollout_logprobs", "mask", "sample", "group"  # [B, C], [B]
 NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
 Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 
@@ -125,6 +126,8 @@ class Teaching:
         if self.top_k and not self.of_distributions:
             line = "compares sampled tokens, not distributions: take forward, reverse or jsd, or top_k=null"
             raise UserError(f"algo.teacher.top_k={self.top_k}, but the divergence {line}")
+        if self.cap and (self.of_rollouts or "ratio" in parameters(self.divergence)):
+            raise UserError(f"algo.teacher.cap={self.cap}, but the divergence has the ratio already: set cap=null")
 
     @property
     def of_distributions(self) -> bool:
@@ -145,6 +148,12 @@ class Teaching:
         ratio = (logprobs - old_logprobs).exp()
         return batch.divergence * ratio if self.of_rollouts else self.called(batch, logprobs=logprobs, ratio=ratio)
 
+    def on_trial(self, logprobs: Tensor, batch: TokenBatch, words: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return the divergence of a batch that nothing was added to, or of words."""
+        if self.of_distributions:
+            return self.of_words(*words)
+        return self.of_sampled(logprobs, batch.old_logprobs, self.fixed(batch))
+
     def called(self, batch: TokenBatch, **more: Tensor) -> Tensor:
         """Return what the function makes of the sampled tokens, [B, C]."""
         offered = {name: getattr(batch, name) for name in OF_SAMPLED[2:]} | {"mask": batch.teaching > 0}
@@ -152,18 +161,17 @@ class Teaching:
 
     def of_words(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         """Return the divergence of n tokens, [n]. student, teacher: finite log-probabilities [n, V]; targets: the tokens, [n]."""
-        of_targets = {name: p.gather(-1, targets[:, None])[:, 0] for name, p in zip(OF_WORDS[2:4], (student, teacher), strict=True)}
+        own, judged = (each.gather(-1, targets[:, None])[:, 0] for each in (student, teacher))
         if self.top_k:
             best = student.detach() if self.top_of == "student" else teacher
             kept = best.topk(min(self.top_k, best.shape[-1]), dim=-1).indices
             student, teacher = coarse(student, kept, self.tail), coarse(teacher, kept, self.tail)
-        offered = {"student": student, "teacher": teacher, "beta": self.beta, **of_targets}
+        offered = {"student": student, "teacher": teacher, "beta": self.beta}
+        offered |= {"logprobs": own, "teacher_logprobs": judged}
         return call("teacher.divergence", self.divergence, offered)
 
     def capped(self, divergence: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         """Return the divergence, [B, C], times the capped ratio."""
-        return (
-            divergence
-            if self.cap is None
-            else divergence * (logprobs - old_logprobs).detach().exp().clamp(max=self.cap)
-        )
+        if self.cap is None:
+            return divergence
+        return divergence * (logprobs - old_logprobs).detach().exp().clamp(max=self.cap)

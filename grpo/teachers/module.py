@@ -127,9 +127,8 @@ class Taught(GRPOModule):
         read = replace(self.read, mask=tokens.teaching > 0)
         with self.teacher.model() as model:
             layout = self.teacher_layout
-            for indices, microbatch in self.microbatches(
-                read, rows
-            ):  # as many on every rank, as a sharded policy needs
+            # as many on every rank, since the policy itself may be the teacher, and sharded
+            for indices, microbatch in self.microbatches(read, rows):
                 width = microbatch.completion_width
                 numbers, _ = one_pass(model, completion_logprobs, microbatch, self.temperature, False, *layout)
                 logprobs[indices, :width] = numbers
@@ -195,9 +194,8 @@ class Taught(GRPOModule):
         with self.teacher.model() as teacher, torch.no_grad():
             copied = own and teacher is self.policy
             judge = one_pass(teacher, distributions, read, copied, *self.teacher_layout)
-        learns = bool(
-            self.algorithm.policy_coef or self.algorithm.imitation.active
-        )  # else the log-probabilities are only shown
+        # in other parts of the loss, or in none, which has a gradient of 0; else the log-probabilities are only shown
+        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active or tokens.teaching is None)
         lesson, settings = (judge, members, teaching, learns), (self.temperature, entropy_gradient, *self.layout)
         logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)

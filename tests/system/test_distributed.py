@@ -33,12 +33,20 @@ CASES = {
     "everything": """algo=reinforce_pp_baseline algo/kl=reward algo.top_entropy=0.5 selection=dynamic selection.rounds=2
         selection.by=reward algo.entropy={coef:0.01,target:9.0} algo.num_minibatches=3 rollout.prompts=3
         rollout.group_size=4 rollout.num_rollouts=2""",
+    # in some minibatches no row has a right sibling
+    "self": """algo=sdpo teacher.success=0.5 algo.teacher.coef=10 algo.num_minibatches=3 rollout.prompts=3
+        rollout.num_rollouts=2""",
     "turns": f"{TURNS} rollout.num_rollouts=2 algo/advantage=optimal_token",
     # on several rows of a sample; in the first rollout the policy has no gradient
     "critic": f"""{TURNS} rollout.num_rollouts=3 algo=ppo critic.coef=1 critic.lr=0.1 critic.pretrain=1
         algo.num_minibatches=3 optim.optimizer.lr=0.1""",
     "critic_model": """algo=ppo critic=model critic.lr=0.1 optim.gradient_checkpointing=true rollout.prompts=3
         rollout.num_rollouts=2 optim.max_tokens_per_microbatch=1""",
+    # the policy leaves its start in the first of three updates
+    "divergence": """algo=gkd teacher=reference algo.policy_coef=1 algo.num_minibatches=3 rollout.prompts=3
+        rollout.num_rollouts=2 optim.max_tokens_per_microbatch=1""",
+    "topd": """algo=topd teacher=reference algo.policy_coef=1 algo.num_minibatches=3 rollout.prompts=3
+        rollout.num_rollouts=2""",
     "adamw": "optim.optimizer._target_=torch.optim.AdamW optim.optimizer.lr=1e-3 rollout.num_rollouts=2",
     "ahead": """rollout.ahead=1 algo.old_policy=rollout engine=transformers engine._target_=helpers.slots.Apart
         rollout.num_rollouts=3""",

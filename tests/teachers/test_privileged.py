@@ -7,6 +7,7 @@ import torch
 from helpers.learning import fresh
 from helpers.models import disturb
 from helpers.privileged import batch_of, renderer_of, talk, taught
+from helpers.runs import learned, rows, state
 from peft import LoraConfig
 
 from grpo.env.messages import Message
@@ -95,8 +96,8 @@ def test_the_first_right_sibling_is_read_and_never_the_sample_itself(toy, render
 def test_other_contexts(toy, renderer, groups):
     logged = talk(renderer, ("3 + 4", "8"), extra={"hint": "add {question}"})
 
-    def prompts(rows, **settings):
-        return read(taught(fresh(toy), Itself(prompt=PROMPT, **settings), renderer, **teaching()), [rows])
+    def prompts(group, **settings):
+        return read(taught(fresh(toy), Itself(prompt=PROMPT, **settings), renderer, **teaching()), [group])
 
     told = [logged, replace(logged, reward=replace(logged.reward, extra=None))]
     assert prompts(told, context="feedback", column="hint") == [shown(renderer, "3 + 4 (add {question}?)"), None]
@@ -160,6 +161,17 @@ def test_a_row_without_a_context_changes_nothing(toy, renderer, groups, settings
         torch.testing.assert_close(alone[name], both[name], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("divergence", ["sampled", "jsd"])
+def test_updates_and_rollouts_without_a_context_change_nothing(toy, renderer, groups, divergence):
+    """One of two minibatches has no row with a right sibling, and then a whole rollout."""
+    policy = fresh(toy)
+    module = taught(policy, Itself(context="sibling"), renderer, num_minibatches=2, **teaching(divergence))
+    assert module.training_step(batch_of(groups), 0)["loss/grad_norm"] > 0.01
+    before = weights(policy)
+    assert module.training_step(batch_of([groups[1], groups[1]]), 0)["loss/grad_norm"] == 0
+    assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
 def test_the_mean_moves_after_each_update(toy, renderer, groups, adapted, alpha):
@@ -193,8 +205,8 @@ def test_the_mean_compares_with_its_own_head_and_a_checkpoint_restores_it(toy, r
     saved = {name: p.clone() for name, p in teacher.state_dict().items()}
     (mean := fresh(toy)).load_state_dict(saved, strict=False)
     gap = policy.get_output_embeddings().weight - mean.get_output_embeddings().weight
-    exact, rows = [], zip(batch_of(groups[:1]).tokens.sequences(), module.read.sequences(), strict=True)
-    for (prompt, ids), (longer, _) in rows:
+    exact, sequences = [], zip(batch_of(groups[:1]).tokens.sequences(), module.read.sequences(), strict=True)
+    for (prompt, ids), (longer, _) in sequences:
         exact.append(jsd(plainly(policy, prompt, ids), plainly(mean, longer, ids)))
     metrics = module.training_step(batch_of(groups[:1]), 0)
     assert metrics["teacher/divergence"] == pytest.approx(torch.cat(exact).mean().item(), rel=1e-4)
@@ -219,3 +231,28 @@ def test_a_16_bit_mean_keeps_small_steps(toy, renderer):
     name, start = "model.norm.weight", fresh(toy).model.norm.weight
     expected = 1 - (1 - start) * 0.999**3
     torch.testing.assert_close(teacher.state_dict()[name], expected.detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["adapter=none", "adapter=lora"])
+def test_a_crashed_run_with_a_mean_resumes_bit_exactly(smoke, tmp_path, policy):
+    """The mean lags behind the policy, so that a run that forgot it would learn something else."""
+
+    def run(folder: str, *more: str) -> None:
+        settings = f"""algo=sdpo teacher.success=0.3 teacher.alpha=0.2 algo.num_minibatches=2 rollout.num_rollouts=5 {policy}
+            callbacks=[checkpoint] callbacks.checkpoint.every=2 rollout.group_size=4 output_dir={tmp_path / folder}"""
+        (tmp_path / folder).mkdir(exist_ok=True)
+        learned(smoke(*settings.split(), *more))
+
+    run("straight")
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run("crashed", "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 3}")
+    run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")
+    straight, resumed = state(tmp_path / "straight"), state(tmp_path / "resumed")
+    for part in ("state_dict", "teacher"):
+        assert straight[part] and straight[part].keys() == resumed[part].keys()
+        assert all(torch.equal(tensor, resumed[part][name]) for name, tensor in straight[part].items())
+    mean = straight["teacher"]
+    assert any(not torch.equal(mean[name], straight["state_dict"][f"policy.{name}"]) for name in mean)
+    assert rows(tmp_path / "straight")[3:] == rows(tmp_path / "resumed")
+    assert any(row["teacher/rows"] > 0 and row["loss/grad_norm"] > 0 for row in rows(tmp_path / "straight")[3:])

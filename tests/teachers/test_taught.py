@@ -1,4 +1,4 @@
-"""Three parts of one loss: each with a denominator of its own, whatever the layout, the microbatches, the order and the padding."""
+"""Three parts of one loss: each with a denominator of its own, whatever the layout, microbatches, order and padding."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers.learning import ADVANTAGES, GROUPS, fresh, rollout
 from helpers.models import disturb
-from helpers.teaching import learned, other_model, same, taught
+from helpers.taught import learned, other_model, same, taught
 from peft import LoraConfig
 
 from grpo.models import head
@@ -72,12 +72,13 @@ def naive(policy, teacher, name: str) -> torch.Tensor:
 def test_the_first_update_follows_the_gradient_worked_by_autograd(toy, teacher, layout, name):
     policy = fresh(toy)
     loss = naive(policy, Pretrained(teacher).model(), name).mean()
+    value = float(loss.detach())
     gradients = torch.autograd.grad(loss, list(policy.parameters()))
     expected = {key: p.detach() - 0.1 * g for (key, p), g in zip(policy.named_parameters(), gradients, strict=True)}
     found, metrics = learned(taught(fresh(toy), teacher, layout=layout, **DIVERGENCES[name]), rollout())
     same(expected, found)
     if name in ("forward", "reverse", "jsd"):
-        assert metrics["teacher/divergence"] == pytest.approx(float(loss), rel=1e-4)
+        assert metrics["teacher/divergence"] == pytest.approx(value, rel=1e-4)
     assert metrics["loss/grad_norm"] > 0.1
 
 
@@ -103,8 +104,8 @@ def test_rows_may_be_cut_padded_and_ordered_in_any_way(toy, teacher, name, monke
     turned = rollout(groups=GROUPS[::-1], rewards=ADVANTAGES.flip(0))
     same(once, learned(taught(fresh(toy), teacher, **settings), turned)[0])
     tokens = collate(GROUPS)
-    wide = {key: F.pad(getattr(tokens, key), (3, 2)) for key in ("ids", "attention_mask")}
-    wide |= {key: F.pad(getattr(tokens, key), (0, 2)) for key in ("mask", "rollout_logprobs", "turn")}
+    of_tokens = {key: value for key, value in vars(tokens).items() if getattr(value, "ndim", 0) == 2}
+    wide = {key: F.pad(value, (3 * (key in ("ids", "attention_mask")), 2)) for key, value in of_tokens.items()}
     padded = rollout(tokens=replace(tokens, **wide))
     same(once, learned(taught(fresh(toy), teacher, **settings), padded)[0])
 
@@ -125,7 +126,10 @@ def test_the_parts_do_not_dilute_each_other(toy, teacher):
     """The gradient of all parts is the sum of their gradients, each with its coefficient."""
 
     def change(**settings) -> dict[str, torch.Tensor]:
-        found, start = learned(taught(fresh(toy), teacher, **settings), rollout())[0], dict(fresh(toy).named_parameters())
+        found, start = (
+            learned(taught(fresh(toy), teacher, **settings), rollout())[0],
+            dict(fresh(toy).named_parameters()),
+        )
         return {name: p - start[name].detach() for name, p in found.items()}
 
     nothing, whole = {"coef": 0.0}, {"divergence": "reverse"}

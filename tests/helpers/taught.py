@@ -26,7 +26,9 @@ def other_model(toy, folder, seed: int = 5) -> str:
     return str(folder)
 
 
-def taught(policy, teacher: Teacher | str, imitation: dict | None = None, policy_coef: float = 0.0, **settings) -> Taught:
+def taught(
+    policy, teacher: Teacher | str, imitation: dict | None = None, policy_coef: float = 0.0, **settings
+) -> Taught:
     """Return a module that learns from a teacher, or from the model in a folder. Settings of the teaching have its names."""
     teacher = Model(Pretrained(teacher)) if isinstance(teacher, str) else teacher
     names = Teaching.__dataclass_fields__.keys() - {"reduce"}
