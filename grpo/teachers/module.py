@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.critic import states_before
-from grpo.models.divergence import Distributions, divergences, with_own_head
+from grpo.models.divergence import Distributions, divergences, own_head
 from grpo.models.head import token_values
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packing import trusted
@@ -216,9 +216,9 @@ class Taught(GRPOModule):
 
 
 def distributions(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
-    """Return what the teacher predicts at each token of the mask. copied: it needs its own head, see `with_own_head`."""
+    """Return what the teacher predicts at each token of the mask. copied: it needs its own head, see `own_head`."""
     states = states_before(model.get_decoder(), batch, layout, kernel)
-    return Distributions(with_own_head(model) if copied else model, states)
+    return Distributions(model, states, own_head(model) if copied else None)
 
 
 def logprobs_and_divergence(
