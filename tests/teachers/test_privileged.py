@@ -11,6 +11,7 @@ from helpers.runs import learned, rows, state
 from peft import LoraConfig
 
 from grpo.env.messages import Message
+from grpo.env.types import State, Trajectory
 from grpo.models.policy import with_adapter
 from grpo.objectives.teaching import Teaching, jsd
 from grpo.system.errors import UserError
@@ -103,6 +104,15 @@ def test_other_contexts(toy, renderer, groups):
     assert prompts(told, context="feedback", column="hint") == [shown(renderer, "3 + 4 (add {question}?)"), None]
     assert prompts(groups[0][:1]) == [shown(renderer, "3 + 4 (7?)")]  # of GSM8K's answer
     assert prompts(groups[0][:1], column="question") == [shown(renderer, "3 + 4 (q?)")]
+    talk_so_far = (
+        Message("user", "1"),
+        Message("assistant", "2"),
+        Message("user", "3"),
+    )  # the last question gets the context
+    later = Trajectory((replace(logged.trajectory.steps[0], state=State(talk_so_far)),))
+    expected = renderer.prompt_ids([*talk_so_far[:2], Message("user", "3 (4?)")])
+    found = prompts([replace(logged, trajectory=later, example={"hint": "4"})], column="hint")
+    assert found == [renderer.tokenizer.decode(expected)]
     with pytest.raises(UserError, match=r"no row has one; set teacher\.column to one of question, answer"):
         prompts(groups[0], column="hint")
     with pytest.raises(UserError, match=r"lacks \{question\}"):
