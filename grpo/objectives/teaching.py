@@ -89,7 +89,7 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
     return torch.cat([some, (-total.clamp(max=-1e-7).expm1()).log()], dim=-1)
 
 
-# what a function's parameters may name; `logprobs` and `teacher_logprobs` are of the sampled tokens
+# a function's parameters may name these; `logprobs` and `teacher_logprobs` are of the sampled tokens
 OF_WORDS = "student", "teacher", "logprobs", "teacher_logprobs", "beta"  # [n, V], [n, V], [n], [n]
 OF_SAMPLED = "logprobs", "ratio", "teacher_logprobs", "rollout_logprobs", "mask", "sample", "group"  # [B, C], [B]
 NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}

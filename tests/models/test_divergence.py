@@ -59,13 +59,13 @@ def test_chunks_of_any_head_give_what_whole_logits_do(monkeypatch, student, teac
         torch.autograd.grad((weights * D).sum(), [student.states, *trained], allow_unused=True, retain_graph=True)
         for D in found
     ]
-    assert found[2].min() > 1e-3 and gradients[2][0].abs().max() > 1e-3
+    assert found[2].min() > 1e-3 and gradients[2][0].abs().max() > 1e-4
     for D, of_chunks in zip(found[:2], gradients[:2], strict=True):
         torch.testing.assert_close(D, found[2], atol=1e-6, rtol=1e-5)
         for one, two in zip(of_chunks, gradients[2], strict=True):
             assert (one is None) == (two is None)
             if one is not None:
-                torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-3)
 
 
 def test_padding_of_a_vocabulary_has_no_probability():
