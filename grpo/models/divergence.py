@@ -20,22 +20,30 @@ TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alo
 
 @dataclass(frozen=True)
 class Distributions:
-    """The predictions of a model at n tokens. states: [n, hidden], of its decoder."""
+    """The predictions of a model at n tokens. states: [n, hidden], of its decoder. own: a head in place of the model's."""
 
     model: nn.Module
     states: Tensor
+    own: nn.Module | None = None
+
+    @property
+    def head(self) -> nn.Module:
+        """The module that turns states into logits."""
+        return without_adapter(self.model).get_output_embeddings() if self.own is None else self.own
 
     @property
     def width(self) -> int:
         """V, with the padding of the model's vocabulary."""
-        return without_adapter(self.model).get_output_embeddings().out_features
+        return self.head.out_features
 
     def logprobs(self, at: slice, temperature: float | Tensor, width: int, states: Tensor | None = None) -> Tensor:
         """Return log softmax(logits / temperature) of c tokens over the first `width` entries, [c, width] float32. What the model
         excludes has -1e4. temperature: a number, or one for each of them, [c]. states: in place of these, [c, hidden]."""
         model, states = without_adapter(self.model), self.states[at] if states is None else states
         plain = factor_of(model, states.shape[1]) == 1
-        logits = model.get_output_embeddings()(states) if plain else after_the_decoder(model, states)
+        if not plain and self.own is not None:
+            model = with_parts(model, {model.get_output_embeddings(): self.own})
+        logits = self.head(states) if plain else after_the_decoder(model, states)
         return divided(logits[:, :width].float(), temperature).log_softmax(-1).clamp(min=-1e4)
 
 
@@ -44,12 +52,10 @@ def without_adapter(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def with_own_head(model: nn.Module) -> nn.Module:
-    """Return the model with a copy of its head: a policy that was a teacher for a moment gets its own weights back, and the
-    teacher is asked again in the backward pass."""
-    model = without_adapter(model)
-    head = model.get_output_embeddings()
-    return with_parts(model, {head: deepcopy(head).requires_grad_(False)})
+def own_head(model: nn.Module) -> nn.Module:
+    """Return a copy of the model's head: a policy that was a teacher for a moment gets its own weights back, and the teacher is
+    asked again in the backward pass. A sharded model is whole during the pass in which this is called."""
+    return deepcopy(without_adapter(model).get_output_embeddings()).requires_grad_(False)
 
 
 def divergences(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.critic import states_before
-from grpo.models.divergence import Distributions, divergences, with_own_head
+from grpo.models.divergence import Distributions, divergences, own_head
 from grpo.models.head import token_values
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packing import trusted
@@ -67,6 +67,14 @@ class Taught(GRPOModule):
         with self.teacher.model() as model:
             return trusted(model, self.optim.layout)
 
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["teacher"] = self.teacher.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.teacher.load_state_dict(checkpoint.get("teacher", {}))
+
     # -- before the updates
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
@@ -84,6 +92,11 @@ class Taught(GRPOModule):
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
         taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
+        if judged is not None:
+            kept, rows = distributed.all_sum(
+                torch.stack([judged.sum(), torch.full_like(judged.sum(), len(judged))]).float()
+            )
+            batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
         self.beyond = bool(texts.any())
         if self.beyond:  # a text has no temperature of sampling
@@ -181,8 +194,8 @@ class Taught(GRPOModule):
         with self.teacher.model() as teacher, torch.no_grad():
             copied = own and teacher is self.policy
             judge = one_pass(teacher, distributions, read, copied, *self.teacher_layout)
-        # in other parts of the loss; else the log-probabilities are only shown
-        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active)
+        # in other parts of the loss, or in none, which has a gradient of 0; else the log-probabilities are only shown
+        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active or tokens.teaching is None)
         lesson, settings = (judge, members, teaching, learns), (self.temperature, entropy_gradient, *self.layout)
         logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
@@ -203,9 +216,9 @@ class Taught(GRPOModule):
 
 
 def distributions(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
-    """Return the predictions of the teacher at each token of the mask. copied: it needs its own head, see `with_own_head`."""
+    """Return the predictions of the teacher at each token of the mask. copied: it needs its own head, see `own_head`."""
     states = states_before(model.get_decoder(), batch, layout, kernel)
-    return Distributions(with_own_head(model) if copied else model, states)
+    return Distributions(model, states, own_head(model) if copied else None)
 
 
 def logprobs_and_divergence(
