@@ -5,15 +5,14 @@ Each part has a denominator of its own, over all ranks and microbatches of an up
 """
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from grpo.models.critic import logprobs_and_states, states_before
-from grpo.models.divergence import Distributions, divergences
-from grpo.models.logprobs import Layout, completion_logprobs
-from grpo.models.packing import in_microbatches, trusted
+from grpo.models.critic import logprobs_and_states
+from grpo.models.divergence import Distributions, Predicted, divergences
+from grpo.models.logprobs import Layout
 from grpo.models.temperature import temperatures
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
@@ -23,7 +22,7 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed
 from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
-from grpo.teachers.kinds import Teacher
+from grpo.teachers.kinds import Passes, Teacher
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.meter import Means
@@ -48,8 +47,9 @@ class Taught(GRPOModule):
         if critic is not None:
             raise UserError("teacher and critic: a run has one of them; set critic=none or teacher=none")
         super().__init__(policy, algorithm, optim, temperature, num_rollouts, seed)
-        self.teacher = teacher
+        teacher.check(algorithm.teacher, temperature)
         teacher.attach(policy)
+        self.teacher = teacher
         self.read: TokenBatch | None = None  # what the teacher reads, row by row of the rollout
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
@@ -60,18 +60,19 @@ class Taught(GRPOModule):
         """What made the rollout that is learned from."""
         return next(c.rollouts for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
 
-    @cached_property
-    def teacher_layout(self) -> tuple[Layout, str]:
-        """The layout that gives correct results for the teacher's model, and its kernel."""
-        with self.teacher.model() as model:
-            return trusted(model, self.optim.layout)
+    @property
+    def passes(self) -> Passes:
+        """How the teacher reads."""
+        return Passes(self.temperature, self.optim.layout, self.at_once.most, self.algorithm.teacher.top_k)
 
     # -- before the updates
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
         batch.tokens = self.assigned(batch)
-        return super().training_step(batch, batch_idx)
+        metrics = super().training_step(batch, batch_idx)
+        self.teacher.rest()
+        return metrics
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
@@ -82,6 +83,7 @@ class Taught(GRPOModule):
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
         taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
+        self.teacher.check_lengths(self.read)
         texts = given | observed
         self.beyond = bool(texts.any())
         if self.beyond:  # a text has no temperature of sampling
@@ -107,15 +109,8 @@ class Taught(GRPOModule):
     @torch.no_grad()
     def judged(self, tokens: TokenBatch) -> Tensor:
         """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not judge."""
-        logprobs = torch.zeros_like(tokens.rollout_logprobs)
-        rows = (tokens.teaching > 0).any(1).nonzero()[:, 0]
-        read = replace(self.read, mask=tokens.teaching > 0)
-        with self.teacher.model() as model:
-            layout = self.teacher_layout
-            for indices, microbatch in in_microbatches(read, rows, layout[0], self.at_once.most):
-                width = microbatch.completion_width
-                numbers, _ = one_pass(model, completion_logprobs, microbatch, self.temperature, False, *layout)
-                logprobs[indices, :width] = numbers
+        logprobs = self.teacher.logprobs(replace(self.read, mask=tokens.teaching > 0), self.passes)
+        self.teacher.rest()
         return logprobs
 
     def live(self, tokens: TokenBatch) -> Tensor:
@@ -174,9 +169,8 @@ class Taught(GRPOModule):
             return super().forward_pass(model, scored, entropy_gradient)
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
         read = replace(self.read.rows(tokens.row), mask=members)  # [B, C'], where C' may be larger
-        with self.teacher.model() as teacher, torch.no_grad():
-            states = one_pass(teacher, teacher_states, read, *self.teacher_layout)
-        lesson = Distributions(teacher, states), members, teaching
+        with torch.no_grad():
+            lesson = self.teacher.distributions(read, self.passes), members, teaching
         settings = self.temperature, entropy_gradient, *self.layout
         logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
@@ -190,19 +184,17 @@ class Taught(GRPOModule):
         if microbatch.teaching is not None:
             D = self.divergence if teaching.of_distributions else teaching.of_sampled(logprobs, old, microbatch)
             microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
-            self.parts.add_tokens("teacher/divergence", D.detach(), microbatch.teaching > 0)
+            taught = microbatch.teaching > 0
+            self.parts.add_tokens("teacher/divergence", D.detach(), taught)
+            for name, rows in self.teacher.by_name(microbatch.row).items():
+                self.parts.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
         if microbatch.imitation is not None:
             self.parts.add_tokens("imitation/loss", -logprobs.detach(), microbatch.imitation > 0)
         return super().loss_of(logprobs, entropy, microbatch, alpha)
 
 
-def teacher_states(model: nn.Module, batch: TokenBatch, layout: Layout, kernel: str) -> Tensor:
-    """Return the teacher's last hidden state before each token of the mask, [n, hidden]."""
-    return states_before(model.get_decoder(), batch, layout, kernel)
-
-
 def logprobs_and_divergence(
-    lesson: tuple[Distributions, Tensor, Teaching],
+    lesson: tuple[Predicted, Tensor, Teaching],
     model: nn.Module,
     batch: TokenBatch,
     temperature: float,
