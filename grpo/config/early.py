@@ -42,7 +42,9 @@ def check_early(config: DictConfig) -> None:
     """Raises UserError for the first mistake of a run that can be known without building anything. All values are checked."""
     if lost := [name for name in NEEDED if name not in config]:
         raise UserError(needed(lost[0]))
-    if empty := sorted(key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model.", "teacher."))):
+    if empty := sorted(
+        key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model.", "teacher."))
+    ):
         raise UserError(no_value(empty))
     check_parts(config)
     check_unused(config)
@@ -67,7 +69,9 @@ def check_sources(config: DictConfig) -> None:
 def check_parts(config: DictConfig) -> None:
     """Raises UserError for a part of the loss that has a weight and nothing to learn from, and if no part has a weight."""
     texts, coef = OmegaConf.select(config, "algo.imitation"), OmegaConf.select(config, "algo.teacher.coef")
-    weighed = [f"algo.imitation.{name}={texts[name]}" for name in ("sampled", "observed", "given") if texts and texts[name]]
+    weighed = [
+        f"algo.imitation.{name}={texts[name]}" for name in ("sampled", "observed", "given") if texts and texts[name]
+    ]
     if coef and config.get("teacher") is None:
         line = f"algo.teacher.coef={coef}, but teacher=none"
         raise UserError(f"{line}: take teacher=model teacher.model.path=FOLDER, or another of --help teacher")

@@ -30,9 +30,7 @@ class Distributions:
     model: nn.Module
     states: Tensor
 
-    def logprobs(
-        self, at: slice | Tensor, temperature: float | Tensor, states: Tensor | None = None
-    ) -> Tensor:
+    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, states: Tensor | None = None) -> Tensor:
         """Return log softmax(logits / temperature), as `Predicted`. states: in place of these, [c, hidden]."""
         model, states = self.model, self.states[at] if states is None else states
         temperature = temperature.to(states.device) if isinstance(temperature, Tensor) else temperature

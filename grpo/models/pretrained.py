@@ -68,7 +68,9 @@ class Pretrained:
         adapter: the new one or its factory, or None.
         """
         if self.quantization and not adapter:
-            raise UserError(f"{self.called}.quantization={self.quantization} is for a base that is frozen: set adapter=lora")
+            raise UserError(
+                f"{self.called}.quantization={self.quantization} is for a base that is frozen: set adapter=lora"
+            )
         if adapter and self.base():
             line = f"{self.called}.path={self.path} is an adapter, and a new one on it would be saved without it"
             raise UserError(f"{line}: adapter=none trains it merged into its base")
@@ -84,13 +86,17 @@ class Pretrained:
             needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
             raise UserError(f"{self.called}.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
         if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
-            raise UserError(f"{self.called}.path={self.path} has num_hidden_layers=0 in its config.json: a model has layers")
+            raise UserError(
+                f"{self.called}.path={self.path} has num_hidden_layers=0 in its config.json: a model has layers"
+            )
         return config
 
     def context(self) -> int:
         """The number of tokens that the model takes at most. Raises UserError if its configuration has no such limit."""
         if (limit := context_of(self.config())) is None:
-            raise UserError(f"{self.called}.path={self.path} has no max_position_embeddings in its config.json: set it there")
+            raise UserError(
+                f"{self.called}.path={self.path} has no max_position_embeddings in its config.json: set it there"
+            )
         return limit
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -107,11 +113,15 @@ class Pretrained:
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
-                raise UserError(f"{self.called}.chat_template={file} is not a file: give one, none for plain text, or null")
+                raise UserError(
+                    f"{self.called}.chat_template={file} is not a file: give one, none for plain text, or null"
+                )
             try:
                 tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{self.called}.chat_template={file} could not be read: {error}; save it as UTF-8") from error
+                raise UserError(
+                    f"{self.called}.chat_template={file} could not be read: {error}; save it as UTF-8"
+                ) from error
         return tokenizer
 
     def outline(self) -> nn.Module:
@@ -151,7 +161,9 @@ class Pretrained:
         model = fully_loaded(f"{self.called}.path={self.path}", loaded).eval()
         if model.generation_config is None or model.generation_config.eos_token_id is None:
             never = "no completion ends before max_tokens, except at sampling.stop_ids"
-            log.warning("%s.path=%s has no end token: %s; set eos_token_id in its config.json", self.called, self.path, never)
+            log.warning(
+                "%s.path=%s has no end token: %s; set eos_token_id in its config.json", self.called, self.path, never
+            )
         if mapped:
             model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             model.is_mapped = True

@@ -112,7 +112,7 @@ class Teacher:
         """Return what it predicts at the n tokens of the mask, which are few enough for one pass."""
         with self.model() as model:
             layout = self.layout(model, passes)
-            return Distributions(model, one_pass(model, states_of, read.to(self.place), *layout))
+            return Distributions(model, one_pass(model, teacher_states, read.to(self.place), *layout))
 
     def rest(self) -> None:
         """Called when its passes are over until the next rollout."""
@@ -134,7 +134,7 @@ class Teacher:
         pass
 
 
-def states_of(model: nn.Module, batch: TokenBatch, layout: Layout, kernel: str) -> Tensor:
+def teacher_states(model: nn.Module, batch: TokenBatch, layout: Layout, kernel: str) -> Tensor:
     """Return the last hidden state before each token of the mask, [n, hidden]."""
     return states_before(model.get_decoder(), batch, layout, kernel)
 
@@ -162,7 +162,9 @@ class Start(Teacher):
     def distributions(self, read: TokenBatch, passes: Passes) -> Predicted:
         if is_sharded(self.policy):
             line = "strategy=fsdp2 holds only a part of teacher=reference on each device, and whole distributions need its head"
-            raise UserError(f"{line}: take algo.teacher.divergence=sampled, strategy=ddp, or teacher=model with its folder")
+            raise UserError(
+                f"{line}: take algo.teacher.divergence=sampled, strategy=ddp, or teacher=model with its folder"
+            )
         return super().distributions(read, passes)
 
 

@@ -46,7 +46,7 @@ class Likeliest:
         return self.values.new_full((len(ids), self.size + 1), -torch.inf).scatter(1, ids, self.values[at])[:, :-1]
 
 
-class Server(Teacher):
+class Served(Teacher):
     """A model that one or more servers score tokens with.
 
     urls: their addresses; all serve the same model. student: the policy. timeout: seconds for one answer. concurrency: requests
@@ -97,7 +97,9 @@ class Server(Teacher):
             for i, entries in zip(ids, await self.entries(server, ids, 0), strict=True):
                 theirs, ours = (entries or {}).get(str(i), {}).get("decoded_token"), tokenizer.decode([i])
                 if theirs and "\ufffd" not in theirs + ours and theirs != ours:
-                    line = f"the teacher at {server.url} has another tokenizer than the policy: the id {i} is {theirs!r}"
+                    line = (
+                        f"the teacher at {server.url} has another tokenizer than the policy: the id {i} is {theirs!r}"
+                    )
                     raise UserError(f"{line} there and {ours!r} here; {REMEDY}")
         self.context = min((server.context for server in self.servers if server.context), default=None)
 
@@ -115,7 +117,13 @@ class Server(Teacher):
 
     async def entries(self, server: RemoteServer, ids: Sequence[int], top: int) -> list[dict[str, Any] | None]:
         """Return, for each token, what vLLM writes of it and of the `top` likeliest ones, by id; None for the first."""
-        body = {"model": self.names[server.url], "prompt": list(ids), "max_tokens": 0, "echo": True, "prompt_logprobs": top}
+        body = {
+            "model": self.names[server.url],
+            "prompt": list(ids),
+            "max_tokens": 0,
+            "echo": True,
+            "prompt_logprobs": top,
+        }
         body |= {} if self.scored_at == 1 else {"prompt_temperature": self.scored_at}
         scored = (await self.answer(server, COMPLETIONS, body))["choices"][0].get("prompt_logprobs")
         if not scored or len(scored) != len(ids):

@@ -19,7 +19,9 @@ def check_vocabulary(teacher: Pretrained, student: Pretrained) -> None:
         raise UserError(f"{what}: {why}; {REMEDY}")
     if ours.eos_token != theirs.eos_token:
         why = f"the policy ends with {ours.eos_token!r}, the teacher with {theirs.eos_token!r}"
-        raise UserError(f"{what}: {why}, and the policy would unlearn to end; save the teacher's with the same eos_token")
+        raise UserError(
+            f"{what}: {why}, and the policy would unlearn to end; save the teacher's with the same eos_token"
+        )
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
