@@ -1,10 +1,11 @@
 """The divergence between two distributions over the vocabulary at each token, with few logits in memory at a time.
 
 Hidden states go through both heads chunk by chunk, and a backward pass makes the logits of a chunk again: no tensor of
-[n, V] is kept. Shapes: n tokens, V vocabulary.
+[n, V] is kept. Shapes: n tokens, c of a chunk, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,15 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once
+from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once, with_parts
 from grpo.models.token_scores import divided, temperature_at
+
+TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alone holds two of its larger chunks
 
 
 class Predicted(Protocol):
-    """Distributions at n tokens."""
+    """Distributions at n tokens. width: V, with the padding of a vocabulary."""
 
-    def logprobs(self, at: slice | Tensor, temperature: float | Tensor) -> Tensor:
-        """Return the log-probabilities of c of the tokens, [c, V] float32. temperature: a number, or one for each of them, [c]."""
+    @property
+    def width(self) -> int: ...
+
+    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
+        """Return the log-probabilities of c of the tokens over the first `width` entries, [c, width] float32. An entry that is
+        excluded has -1e4. temperature: a number, or one for each of them, [c]."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +37,20 @@ class Distributions:
     model: nn.Module
     states: Tensor
 
-    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, states: Tensor | None = None) -> Tensor:
+    @property
+    def width(self) -> int:
+        """V, with the padding of the model's vocabulary."""
+        return without_adapter(self.model).get_output_embeddings().out_features
+
+    def logprobs(
+        self, at: slice | Tensor, temperature: float | Tensor, width: int, states: Tensor | None = None
+    ) -> Tensor:
         """Return log softmax(logits / temperature), as `Predicted`. states: in place of these, [c, hidden]."""
-        model, states = self.model, self.states[at] if states is None else states
+        model, states = without_adapter(self.model), self.states[at] if states is None else states
         temperature = temperature.to(states.device) if isinstance(temperature, Tensor) else temperature
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
-        head, factor = model.get_output_embeddings(), factor_of(model, states.shape[1])
-        logits = head(states) * factor if factor else after_the_decoder(model, states)
-        return divided(logits.float(), temperature).log_softmax(-1)
+        plain = factor_of(model, states.shape[1]) == 1
+        logits = model.get_output_embeddings()(states) if plain else after_the_decoder(model, states)
+        return divided(logits[:, :width].float(), temperature).log_softmax(-1).clamp(min=-1e4)
 
 
 @dataclass(frozen=True)
@@ -47,18 +60,34 @@ class Joined:
     parts: Sequence[Predicted]
     owner: Tensor
 
-    def logprobs(self, at: slice | Tensor, temperature: float | Tensor) -> Tensor:
+    @property
+    def width(self) -> int:
+        """The smallest V; the rest is padding."""
+        return min(part.width for part in self.parts)
+
+    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`."""
         owner, pieces, places = self.owner[at], [], []
         for i, part in enumerate(self.parts):
             if len(place := (owner == i).nonzero()[:, 0]):
                 number = (self.owner == i).cumsum(0) - 1  # of a token among those of its part
                 heat = temperature[place] if isinstance(temperature, Tensor) else temperature
-                pieces.append(part.logprobs(number[at][place], heat))
+                pieces.append(part.logprobs(number[at][place], heat, width).to(owner.device))
                 places.append(place)
-        shortest = min(piece.shape[1] for piece in pieces)  # the rest is padding
-        joined = [piece[:, :shortest].to(owner.device) for piece in pieces]
-        return torch.cat(joined)[torch.cat(places).argsort()]
+        return torch.cat(pieces)[torch.cat(places).argsort()]
+
+
+def without_adapter(model: nn.Module) -> nn.Module:
+    """Return the model, whose layers have the adapter's weights, in place of the adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def with_own_head(model: nn.Module) -> nn.Module:
+    """Return the model with a copy of its head: a policy that was a teacher for a moment gets its own weights back, and the
+    teacher is asked again in the backward pass."""
+    model = without_adapter(model)
+    head = model.get_output_embeddings()
+    return with_parts(model, {head: deepcopy(head).requires_grad_(False)})
 
 
 def divergences(
@@ -70,20 +99,21 @@ def divergences(
 ) -> Tensor:
     """Return function(student's log-probabilities [c, V], teacher's [c, V], targets [c]) of all n tokens, [n] float32.
 
-    The gradient goes to the student. If the vocabularies differ in padding, the shorter one counts.
+    The log-probabilities are finite. The gradient goes to the student. Padding of the larger vocabulary is cut off before the
+    softmax.
     """
-    size = max(1, logits_at_once(targets.device.type) // student.model.config.get_text_config().vocab_size)
+    width = min(student.width, teacher.width)
+    size = max(1, logits_at_once(targets.device.type) // (TENSORS * width))
 
     def of_chunk(states: Tensor, at: slice) -> Tensor:
         heat = temperature_at(temperature, at)
-        ours = student.logprobs(at, heat, states)
+        ours = student.logprobs(at, heat, width, states)
         with torch.no_grad():
-            theirs = teacher.logprobs(at, heat).to(ours.device)
-        both = min(ours.shape[-1], theirs.shape[-1])
-        return function(ours[:, :both], theirs[:, :both], targets[at])
+            theirs = teacher.logprobs(at, heat, width).to(ours.device)
+        return function(ours, theirs, targets[at])
 
     chunks = [
         checkpoint(of_chunk, student.states[at], at, use_reentrant=False, preserve_rng_state=False)
-        for at in chunks_of(len(targets), size)
+        for at in chunks_of(max(1, len(targets)), size)  # without a token, too: the head needs a gradient on every rank
     ]
-    return torch.cat(chunks) if chunks else targets.new_zeros(0, dtype=torch.float32)
+    return torch.cat(chunks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.critic import states_before
-from grpo.models.divergence import Distributions, Predicted
+from grpo.models.divergence import Distributions, Predicted, with_own_head
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
@@ -112,7 +112,9 @@ class Teacher:
         """Return what it predicts at the n tokens of the mask, which are few enough for one pass."""
         with self.model() as model:
             layout = self.layout(model, passes)
-            return Distributions(model, one_pass(model, teacher_states, read.to(self.place), *layout))
+            head = model.get_output_embeddings()
+            copied = model is self.policy and any(p.requires_grad for p in head.parameters())
+            return one_pass(model, distributions_of, read.to(self.place), copied, *layout)
 
     def rest(self) -> None:
         """Called when its passes are over until the next rollout."""
@@ -134,9 +136,10 @@ class Teacher:
         pass
 
 
-def teacher_states(model: nn.Module, batch: TokenBatch, layout: Layout, kernel: str) -> Tensor:
-    """Return the last hidden state before each token of the mask, [n, hidden]."""
-    return states_before(model.get_decoder(), batch, layout, kernel)
+def distributions_of(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
+    """Return what a model predicts at each token of the mask. copied: it needs its own head, see `with_own_head`."""
+    states = states_before(model.get_decoder(), batch, layout, kernel)
+    return Distributions(with_own_head(model) if copied else model, states)
 
 
 class Start(Teacher):
@@ -160,7 +163,7 @@ class Start(Teacher):
             yield model
 
     def distributions(self, read: TokenBatch, passes: Passes) -> Predicted:
-        if is_sharded(self.policy):
+        if is_sharded(self.policy) and self.start.copy is not None:
             line = "strategy=fsdp2 holds only a part of teacher=reference on each device, and whole distributions need its head"
             raise UserError(
                 f"{line}: take algo.teacher.divergence=sampled, strategy=ddp, or teacher=model with its folder"

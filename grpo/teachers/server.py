@@ -33,17 +33,17 @@ Scores = dict[int, float]  # log-probabilities by token id: of the row's own tok
 class Likeliest:
     """The largest entries of distributions at n tokens, as a server gives them. The probability of others is unknown, here 0.
 
-    ids: [n, k], `size` where there is none; values: log-probabilities, [n, k]; size: V.
+    ids: [n, k], `width` where there is none; values: log-probabilities, [n, k]; width: V.
     """
 
     ids: Tensor
     values: Tensor
-    size: int
+    width: int
 
-    def logprobs(self, at: slice | Tensor, temperature: float | Tensor) -> Tensor:
+    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`; the server has divided by the temperature."""
         ids = self.ids[at]
-        return self.values.new_full((len(ids), self.size + 1), -torch.inf).scatter(1, ids, self.values[at])[:, :-1]
+        return self.values.new_full((len(ids), self.width + 1), -1e4).scatter(1, ids, self.values[at])[:, :width]
 
 
 class Served(Teacher):
@@ -74,7 +74,7 @@ class Served(Teacher):
 
     def attach(self, policy: nn.Module) -> None:
         super().attach(policy)
-        self.size = policy.config.get_text_config().vocab_size
+        self.width = policy.config.get_text_config().vocab_size
         asyncio.run(self.meet())
 
     async def meet(self) -> None:
@@ -161,9 +161,9 @@ class Served(Teacher):
         assert passes.top_k
         tokens = [token for row in self.scores(read, passes.top_k) for token in row]
         widest = max(map(len, tokens), default=1)
-        ids = torch.full((len(tokens), widest), self.size, device=read.ids.device)
-        values = torch.full(ids.shape, -torch.inf, device=ids.device)
+        ids = torch.full((len(tokens), widest), self.width, device=read.ids.device)
+        values = torch.full(ids.shape, -1e4, device=ids.device)
         for i, token in enumerate(tokens):
             ids[i, : len(token)] = torch.tensor([*token])
             values[i, : len(token)] = torch.tensor([*token.values()])
-        return Likeliest(ids, values, self.size)
+        return Likeliest(ids, values, self.width)

@@ -1,5 +1,6 @@
 """Teachers of every kind score tokens as a plain forward pass of their model does, and refuse what they would score wrongly."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -11,13 +12,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import TEST_PATH, compose_config
-from helpers.learning import GROUPS, episode, fresh, make_module, rollout
+from conftest import EXAMPLES, TEST_PATH, compose_config
+from helpers.learning import GROUPS, fresh, make_module, rollout
 from helpers.models import disturb
 from helpers.runs import rows, told
-from helpers.serving import Client, served
+from helpers.serving import served
 
 from grpo.apps.demo_model import make_model, make_tokenizer
+from grpo.config.early import check_early
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.vllm_server.launch import free_ports
 from grpo.models.pretrained import Pretrained
@@ -30,6 +32,7 @@ from grpo.teachers.kinds import Model, Passes, Start, Teacher
 from grpo.teachers.module import Taught
 from grpo.teachers.server import Served
 from grpo.teachers.several import Several
+from train import train
 
 HEAT = 0.7
 
@@ -121,7 +124,7 @@ def test_a_model_scores_as_a_plain_forward_pass(toy, other, layout):
     expected = truth(other, batch, HEAT)
     torch.testing.assert_close(teacher.logprobs(batch, passes), of_tokens(expected, batch), atol=1e-5, rtol=0)
     teacher.rest()
-    found = teacher.distributions(batch, passes).logprobs(slice(None), HEAT)
+    found = teacher.distributions(batch, passes).logprobs(slice(None), HEAT, 282)
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
 
 
@@ -175,7 +178,7 @@ def test_the_gradient_is_that_of_the_equation(toy, other, divergence):
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     step = gradient(taught(toy, model(other, toy), Teaching(1.0, divergence)), rollout())
-    torch.testing.assert_close(step, -0.1 * expected, atol=2e-7, rtol=1e-4)
+    torch.testing.assert_close(step, -0.1 * expected, atol=1e-6, rtol=1e-4)
 
 
 # -- another tokenizer
@@ -185,7 +188,7 @@ def test_another_tokenizer_is_refused(toy, tmp_path):
     tokenizer = make_tokenizer(["Another text has other tokens: 12 + 7"] * 30)
     tokenizer.save_pretrained(tmp_path)
     make_model(tokenizer, 0).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="teacher.model.path=.* has another tokenizer than the policy: the token '"):
+    with pytest.raises(UserError, match=r"teacher.model.path=.* has another tokenizer than the policy: the token '"):
         attached(model(tmp_path, toy), toy)
 
 
@@ -218,7 +221,7 @@ def test_a_server_scores_as_the_model(toy, other, server, heat):
     expected = truth(other, batch, heat)
     attached(teacher, toy)
     torch.testing.assert_close(teacher.logprobs(batch, passes), of_tokens(expected, batch), atol=1e-5, rtol=0)
-    found, expected = teacher.distributions(batch, passes).logprobs(slice(None), heat), torch.cat(expected)
+    found, expected = teacher.distributions(batch, passes).logprobs(slice(None), heat, 282), torch.cat(expected)
     kept = expected.topk(3).indices
     torch.testing.assert_close(coarse(found, kept, True), coarse(expected, kept, True), atol=1e-4, rtol=0)
 
@@ -229,13 +232,13 @@ def test_learning_from_a_server_is_learning_from_its_model(toy, other, server):
             gradient(taught(toy, teacher, teaching), rollout())
             for teacher in (model(other), Served([server.url], student(toy)))
         ]
-        torch.testing.assert_close(*steps, atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(*steps, atol=1e-6, rtol=1e-4)
         assert steps[0].abs().max() > 1e-5
 
 
 def test_what_a_server_cannot_do_is_refused(toy, tmp_path, server):
     ours = student(toy)
-    with pytest.raises(UserError, match="set algo.teacher.top_of=teacher algo.teacher.top_k=20"):
+    with pytest.raises(UserError, match=r"set algo.teacher.top_of=teacher algo.teacher.top_k=20"):
         Served([server.url], ours).check(Teaching(1.0, "reverse", top_k=5), 1.0)
     with pytest.raises(UserError, match="must name servers"):
         Served(["localhost:8000"], ours)
@@ -281,15 +284,17 @@ def test_the_order_and_the_microbatches_change_nothing(toy, other, teaching):
         for order, most in (((0, 1), 1000), ((1, 0), 1000), ((1, 0), 6))
     ]
     for step in steps[1:]:
-        torch.testing.assert_close(step, steps[0], atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(step, steps[0], atol=1e-6, rtol=1e-4)
 
 
 def test_a_value_without_a_teacher(toy, other):
-    with pytest.raises(UserError, match="a row has the value 'c', and teacher.teachers has a, b: add a teacher for it"):
+    with pytest.raises(
+        UserError, match=r"a row has the value 'c', and teacher.teachers has a, b: add a teacher for it"
+    ):
         taught(toy, of_two(toy, other), Teaching(1.0)).training_step(with_kinds(("a", "c")), 0)
     found = taught(toy, of_two(toy, other, default="b"), Teaching(1.0)).training_step(with_kinds(("a", "c")), 0)
     assert found["teacher/b/divergence"] != 0
-    with pytest.raises(UserError, match="teacher.default=d is not among teacher.teachers: a, b"):
+    with pytest.raises(UserError, match=r"teacher.default=d is not among teacher.teachers: a, b"):
         of_two(toy, other, default="d")
 
 
@@ -304,8 +309,74 @@ def test_a_row_that_is_too_long_for_the_teacher(toy, other):
 # -- as a user
 
 
-def test_mistakes_are_named_before_a_model_is_loaded(toy, smoke):
-    def line(*more: str) -> str:
-        return told(*smoke(*more))
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("algo.teacher.coef=0.1", "algo.teacher.coef=0.1, but teacher=none: take teacher=model"),
+        ("algo.imitation.sampled=1", "algo.imitation.sampled=1, but teacher=none: take teacher=tokens"),
+        ("algo.policy_coef=0", "algo.policy_coef=0, and no other part of the loss has a weight"),
+        ("algo=opd", "teacher.model.path must have a value"),
+        ("algo=opd teacher.model.path=./nowhere", "teacher.model.path=./nowhere is neither a local folder"),
+        ("algo=mopd", "teacher.teachers must have a value"),
+        ("teacher=server", "teacher.urls must have a value"),
+    ],
+)
+def test_mistakes_that_are_named_without_torch(smoke, given, line):
+    with pytest.raises(UserError, match=line):
+        check_early(compose_config(*smoke(*given.split())))
 
-    assert "algo.teacher.coef=0.1, but teacher=none: take teacher=model" in line("algo.teacher.coef=0.1")
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("teacher=reference", "algo.teacher.coef=0, so the policy would not learn from the teacher"),
+        ("teacher=tokens algo.teacher.coef=1", "algo.teacher.coef=1, but this teacher scores no tokens"),
+    ],
+)
+def test_mistakes_that_are_named_before_a_model_is_loaded(smoke, given, line):
+    assert line in told(*smoke(*given.split()))
+
+
+def mixture(toy, folder: Path) -> list[str]:
+    """Return overrides of a run on two sources."""
+    return f"""algo=mopd task=mixture task.sources.gsm8k.task.path={EXAMPLES} model=path model.path={toy} debug=smoke callbacks=none
+        forecast=false preflight=off max_tokens=8 output_dir={folder}""".split()
+
+
+@pytest.mark.slow
+def test_a_run_with_a_teacher_for_each_source(toy, other, tmp_path):
+    train(compose_config(*mixture(toy, tmp_path), f"teacher.teachers={{gsm8k: {toy}, countdown: {other}}}"))
+    first = rows(tmp_path)[1]
+    assert abs(first["teacher/gsm8k/divergence"]) < 1e-5 < abs(first["teacher/countdown/divergence"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heat", [1.0, HEAT])
+def test_a_run_with_a_served_teacher_equals_one_with_its_model(toy, other, smoke, tmp_path, heat):
+    """`python -m grpo.serve` in a process of its own."""
+    port = free_ports(1)[0]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo.serve",
+        "model=path",
+        f"model.path={other}",
+        "engine=transformers",
+        f"port={port}",
+    ]
+    environment = os.environ | {"PYTHONPATH": TEST_PATH}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert "serving" in process.stdout.readline()
+            found = []
+            for name, kind in {
+                "a": f"model teacher.model.path={other}",
+                "b": f"server teacher.urls=[http://127.0.0.1:{port}]",
+            }.items():
+                more = f"algo=opd teacher={kind} rollout.sampling.temperature={heat} output_dir={tmp_path}/{name}"
+                train(compose_config(*smoke(*more.split())))
+                found.append(rows(tmp_path / name)[-1])
+        finally:
+            process.send_signal(signal.SIGINT)
+    for name in ("teacher/divergence", "loss/grad_norm", "rollout/reward"):
+        assert found[0][name] == pytest.approx(found[1][name], abs=1e-5)
