@@ -67,7 +67,8 @@ class Joined:
 
     def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`."""
-        owner, pieces, places = self.owner[at], [], []
+        owner = self.owner[at]
+        pieces, places = [torch.zeros(0, width, device=owner.device)], [owner[:0]]
         for i, part in enumerate(self.parts):
             if len(place := (owner == i).nonzero()[:, 0]):
                 number = (self.owner == i).cumsum(0) - 1  # of a token among those of its part

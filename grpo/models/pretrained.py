@@ -215,7 +215,10 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 def base_path(path: str, called: str = "model") -> str:
-    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names. called: see `Pretrained`."""
+    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names.
+
+    called: see `Pretrained`.
+    """
     if (Path(path) / "adapter_config.json").exists():
         from peft import PeftConfig
 

@@ -65,10 +65,6 @@ class Teacher:
         """Return the tensors that it holds in memory beside the policy's."""
         return []
 
-    def copies(self) -> list[nn.Module]:
-        """Return its copies of the policy, which ranks share out with the policy (strategy=fsdp2)."""
-        return []
-
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         """Return this rank's tokens with more rows, and which tokens are demonstrations, [B, C] bool; None: none."""
         return tokens, None
@@ -150,25 +146,16 @@ class Start(Teacher):
     def attach(self, policy: nn.Module) -> None:
         super().attach(policy)
         self.start = Reference(policy)
+        if getattr(policy, "is_mapped", False) and self.start.copy is not None:  # whole on each rank
+            self.start.copy.to(policy.config.get_text_config().dtype)
 
     def own(self) -> list[Tensor]:
         return self.start.own()
-
-    def copies(self) -> list[nn.Module]:
-        return [] if self.start.copy is None else [self.start.copy]
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
         with self.start.model() as model:
             yield model
-
-    def distributions(self, read: TokenBatch, passes: Passes) -> Predicted:
-        if is_sharded(self.policy) and self.start.copy is not None:
-            line = "strategy=fsdp2 holds only a part of teacher=reference on each device, and whole distributions need its head"
-            raise UserError(
-                f"{line}: take algo.teacher.divergence=sampled, strategy=ddp, or teacher=model with its folder"
-            )
-        return super().distributions(read, passes)
 
 
 class Model(Teacher):

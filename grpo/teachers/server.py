@@ -164,6 +164,6 @@ class Served(Teacher):
         ids = torch.full((len(tokens), widest), self.width, device=read.ids.device)
         values = torch.full(ids.shape, -1e4, device=ids.device)
         for i, token in enumerate(tokens):
-            ids[i, : len(token)] = torch.tensor([*token])
+            ids[i, : len(token)] = torch.tensor([min(i, self.width) for i in token])
             values[i, : len(token)] = torch.tensor([*token.values()])
         return Likeliest(ids, values, self.width)

@@ -65,9 +65,6 @@ class Several(Teacher):
     def own(self) -> list[Tensor]:
         return [tensor for teacher in self.teachers.values() for tensor in teacher.own()]
 
-    def copies(self) -> list[nn.Module]:
-        return [copy for teacher in self.teachers.values() for copy in teacher.copies()]
-
     def reading(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         """Note which teacher each row has. Raises UserError for a value without one."""
         size = batch.scores.rewards.shape[1]
@@ -93,9 +90,9 @@ class Several(Teacher):
 
     def split(self, read: TokenBatch) -> list[tuple[Teacher, Tensor, TokenBatch]]:
         """Return each teacher with the indices of its rows, in the host's memory, and these rows."""
-        if is_sharded(self.policy) and any(isinstance(teacher, Start) for teacher in self.teachers.values()):
-            line = "needs a pass of all devices at once, and each has rows of other teachers"
-            raise UserError(f"strategy=fsdp2: teacher=reference among several {line}: take strategy=ddp")
+        if is_sharded(self.policy) and any(isinstance(t, Start) and not t.own() for t in self.teachers.values()):
+            line = "teacher=reference with adapter=lora needs a pass of all devices at once"
+            raise UserError(f"strategy=fsdp2: {line}, so it cannot be one of several: take strategy=ddp")
         owned = [rows.cpu().nonzero()[:, 0] for rows in self.by_name(read.row).values()]
         return [
             (teacher, rows, read.rows(rows))

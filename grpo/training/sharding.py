@@ -54,7 +54,6 @@ class Sharded(Watched, ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         reference, offload = module.reference, module.optim.offload
         copies = [reference.copy] if reference and reference.copy is not None else []
-        copies += module.teacher.copies() if hasattr(module, "teacher") else []
         for model in [module.policy, *copies, *getattr(module, "critic", nn.Module()).children()]:
             wanted = getattr(model, "config", module.policy.config).get_text_config().dtype or torch.float32
             low = wanted if wanted in LOW else MIXED.get(self.passes)

@@ -15,6 +15,7 @@ import torch
 from conftest import EXAMPLES, TEST_PATH, compose_config
 from helpers.learning import GROUPS, fresh, make_module, rollout
 from helpers.models import disturb
+from helpers.ranks import Ranks
 from helpers.runs import rows, told
 from helpers.serving import served
 
@@ -161,7 +162,7 @@ def test_an_adapter_and_a_quantized_model_are_teachers(toy, tmp_path):
 @pytest.mark.parametrize("divergence", ["sampled", "reverse", "jsd"])
 def test_the_gradient_is_that_of_the_equation(toy, other, divergence):
     batch, policy = tokens(), fresh(toy)
-    theirs, (n, V) = torch.cat(truth(other, batch)), torch.cat(truth(other, batch)).shape
+    theirs = torch.cat(truth(other, batch))
     ours = []
     for prompt, completion in batch.sequences():
         logits = policy(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
@@ -171,10 +172,10 @@ def test_the_gradient_is_that_of_the_equation(toy, other, divergence):
         gap = (theirs - ours).gather(1, own[:, None])[:, 0].detach()
         loss = -(gap * ours.gather(1, own[:, None])[:, 0]).mean()
     elif divergence == "reverse":
-        loss = (ours.exp() * (ours - theirs)).sum() / n
+        loss = (ours.exp() * (ours - theirs)).sum() / len(theirs)
     else:
         mixture = ((ours.exp() + theirs.exp()) / 2).log()
-        loss = sum((p.exp() * (p - mixture)).sum() for p in (ours, theirs)) / 2 / n
+        loss = sum((p.exp() * (p - mixture)).sum() for p in (ours, theirs)) / 2 / len(theirs)
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     step = gradient(taught(toy, model(other, toy), Teaching(1.0, divergence)), rollout())
@@ -339,8 +340,8 @@ def test_mistakes_that_are_named_before_a_model_is_loaded(smoke, given, line):
 
 def mixture(toy, folder: Path) -> list[str]:
     """Return overrides of a run on two sources."""
-    return f"""algo=mopd task=mixture task.sources.gsm8k.task.path={EXAMPLES} model=path model.path={toy} debug=smoke callbacks=none
-        forecast=false preflight=off max_tokens=8 output_dir={folder}""".split()
+    return f"""algo=mopd task=mixture task.sources.gsm8k.task.path={EXAMPLES} model=path model.path={toy} debug=smoke
+        callbacks=none forecast=false preflight=off max_tokens=8 output_dir={folder}""".split()
 
 
 @pytest.mark.slow
@@ -380,3 +381,27 @@ def test_a_run_with_a_served_teacher_equals_one_with_its_model(toy, other, smoke
             process.send_signal(signal.SIGINT)
     for name in ("teacher/divergence", "loss/grad_norm", "rollout/reward"):
         assert found[0][name] == pytest.approx(found[1][name], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_learns(toy, other, smoke, tmp_path):
+    """Each device asks a whole teacher about its own rows; a reference is shared out with the policy (strategy=fsdp2)."""
+    ranks, kind = Ranks(2), f"model teacher.model.path={other}"
+    single = "algo.teacher.divergence=reverse"
+    pairs = f"several teacher.column=question teacher.default=b teacher.teachers={{a:{toy},b:{other}}}"
+    cases = [("ddp", f"{kind} adapter=lora {single}"), ("ddp", f"{pairs} {single}"), ("ddp", pairs)]
+    cases += [("fsdp2", kind), ("fsdp2", f"{kind} {single}"), ("fsdp2", "reference algo.num_minibatches=2")]
+    try:
+        for i, (strategy, given) in enumerate(cases):
+            more = f"algo=opd teacher={given} rollout.group_size=4 trainer=cpu trainer.timeout=60".split()
+            found = []
+            for devices in (1, 2):
+                folder = tmp_path / f"{i}_{devices}"
+                words = smoke(*more, f"output_dir={folder}", f"trainer.devices={devices}", f"strategy={strategy}")
+                ranks.train(devices, words[:-1] if devices == 1 else words)
+                found.append(rows(folder)[1:])
+            for one, two in zip(*found, strict=True):
+                for name in ("teacher/divergence", "loss/grad_norm"):
+                    assert two.get(name) == pytest.approx(one.get(name), abs=1e-5), f"{strategy} {given} {name}"
+    finally:
+        ranks.close()

@@ -46,7 +46,8 @@ class CompletionRequest:
     stream: the answer is sent as server-sent events.
     settings: sampling settings by the names of `Sampling`, which checks them. template: variables of the chat template.
     logprobs: how many alternatives are written with the log-probability of a token; None: no log-probabilities.
-    prompt_logprobs: the same of the prompt's tokens. prompt_temperature: at which they are computed, 1 as in vLLM. echo: the answer's text begins with the prompt.
+    prompt_logprobs: the same of the prompt's tokens. prompt_temperature: at which they are computed; vLLM's
+    is 1. echo: the answer's text begins with the prompt.
     with_ids: write token ids. ids_as_tokens: write tokens as token_id:ID. usage: a stream ends with the numbers of tokens.
     """
 
