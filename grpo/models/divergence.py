@@ -68,14 +68,12 @@ class Joined:
     def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`."""
         owner = self.owner[at]
-        pieces, places = [torch.zeros(0, width, device=owner.device)], [owner[:0]]
+        found = torch.zeros(len(owner), width, device=owner.device)
         for i, part in enumerate(self.parts):
-            if len(place := (owner == i).nonzero()[:, 0]):
-                number = (self.owner == i).cumsum(0) - 1  # of a token among those of its part
-                heat = temperature[place] if isinstance(temperature, Tensor) else temperature
-                pieces.append(part.logprobs(number[at][place], heat, width).to(owner.device))
-                places.append(place)
-        return torch.cat(pieces)[torch.cat(places).argsort()]
+            mine, number = owner == i, (self.owner == i).cumsum(0) - 1  # of a token among those of its part
+            heat = temperature[mine] if isinstance(temperature, Tensor) else temperature
+            found[mine] = part.logprobs(number[at][mine], heat, width).to(found.device)
+        return found
 
 
 def without_adapter(model: nn.Module) -> nn.Module:

@@ -71,9 +71,7 @@ class Taught(GRPOModule):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
         batch.tokens = self.assigned(batch)
-        metrics = super().training_step(batch, batch_idx)
-        self.teacher.rest()
-        return metrics
+        return super().training_step(batch, batch_idx)
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
@@ -85,7 +83,6 @@ class Taught(GRPOModule):
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
         taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
-        self.teacher.check_lengths(self.read)
         texts = given | observed
         self.beyond = bool(texts.any())
         if self.beyond:  # a text has no temperature of sampling
@@ -111,9 +108,7 @@ class Taught(GRPOModule):
     @torch.no_grad()
     def judged(self, tokens: TokenBatch) -> Tensor:
         """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not judge."""
-        logprobs = self.teacher.logprobs(replace(self.read, mask=tokens.teaching > 0), self.passes)
-        self.teacher.rest()
-        return logprobs
+        return self.teacher.logprobs(replace(self.read, mask=tokens.teaching > 0), self.passes)
 
     def live(self, tokens: TokenBatch) -> Tensor:
         """Return the indices of the rows that have a gradient in any part, [n], in the host's memory."""
