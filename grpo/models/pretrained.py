@@ -46,6 +46,11 @@ class Pretrained:
     kernels: Kernels = "auto"
     called: str = "model"
 
+    @property
+    def named(self) -> str:
+        """How errors name it."""
+        return f"{self.called}.path={self.path}"
+
     def _load(self, loader: type, part: str = "model", **kwargs):
         try:
             return loader.from_pretrained(
@@ -55,7 +60,7 @@ class Pretrained:
             nowhere = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
             what = f"has no {part} that transformers can load" if Path(self.path).exists() else nowhere
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
-            raise UserError(f"{self.called}.path={self.path} {what}: {reason}") from error
+            raise UserError(f"{self.named} {what}: {reason}") from error
 
     def base(self) -> "Pretrained | None":
         """Return the model that an adapter's folder adapts; None if the folder holds a whole model."""
@@ -72,7 +77,7 @@ class Pretrained:
                 f"{self.called}.quantization={self.quantization} is for a base that is frozen: set adapter=lora"
             )
         if adapter and self.base():
-            line = f"{self.called}.path={self.path} is an adapter, and a new one on it would be saved without it"
+            line = f"{self.named} is an adapter, and a new one on it would be saved without it"
             raise UserError(f"{line}: adapter=none trains it merged into its base")
 
     def config(self) -> PretrainedConfig:
@@ -84,19 +89,15 @@ class Pretrained:
         is_causal = any("CausalLM" in kind or "LMHead" in kind for kind in kinds) or is_multimodal(config)
         if not self.trust_remote_code and not is_causal:
             needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
-            raise UserError(f"{self.called}.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
+            raise UserError(f"{self.named} is a {', '.join(kinds)}: {needed} in architectures")
         if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
-            raise UserError(
-                f"{self.called}.path={self.path} has num_hidden_layers=0 in its config.json: a model has layers"
-            )
+            raise UserError(f"{self.named} has num_hidden_layers=0 in its config.json: a model has layers")
         return config
 
     def context(self) -> int:
         """The number of tokens that the model takes at most. Raises UserError if its configuration has no such limit."""
         if (limit := context_of(self.config())) is None:
-            raise UserError(
-                f"{self.called}.path={self.path} has no max_position_embeddings in its config.json: set it there"
-            )
+            raise UserError(f"{self.named} has no max_position_embeddings in its config.json: set it there")
         return limit
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -109,7 +110,7 @@ class Pretrained:
         else:
             beyond = f"the id {last} ({tokenizer.convert_ids_to_tokens(last)!r}), the model's embedding {rows} rows"
             fix = "save the model after model.resize_token_embeddings(len(tokenizer)), or take its own tokenizer"
-            raise UserError(f"{self.called}.path={self.path}: the tokenizer has {beyond}: {fix}")
+            raise UserError(f"{self.named}: the tokenizer has {beyond}: {fix}")
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
@@ -152,13 +153,13 @@ class Pretrained:
             model = dequantize(base.model())  # the base that the adapter has learned on
             with read_by_peft(self.path, self.called):
                 merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
-            return finite(f"the adapter {self.called}.path={self.path}", learning(merged)).eval()
+            return finite(f"the adapter {self.named}", learning(merged)).eval()
         if mapped and self.quantization:
             raise UserError("strategy=fsdp2 does not shard a quantized base: set strategy=ddp")
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
         loader = loader_of(self.config())
         loaded = self._load(loader, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
-        model = fully_loaded(f"{self.called}.path={self.path}", loaded).eval()
+        model = fully_loaded(f"{self.named}", loaded).eval()
         if model.generation_config is None or model.generation_config.eos_token_id is None:
             never = "no completion ends before max_tokens, except at sampling.stop_ids"
             log.warning(

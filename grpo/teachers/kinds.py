@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed
 from grpo.system.distributed import is_sharded, one_pass
 from grpo.system.errors import UserError
-from grpo.teachers.vocabulary import check_vocabulary
 from grpo.training.batch import RolloutBatch
+
+REMEDY = "a teacher scores the policy's token ids, so take a model with the policy's tokenizer"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Teacher:
         """Return which of the rows each of several teachers judges, [b] bool by its name. row: places in the rollout, [b]."""
         return {}
 
+    def lends_head(self, model: nn.Module) -> bool:
+        """Return whether the model's head is another one after `model`, and a distribution needs a copy of it."""
+        return model is self.policy and any(p.requires_grad for p in model.get_output_embeddings().parameters())
+
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
         """Yield the model, on its device. Until the end of the `with`, the policy may hold the teacher's weights."""
@@ -92,6 +98,7 @@ class Teacher:
 
     def logprobs(self, read: TokenBatch, passes: Passes) -> Tensor:
         """Return the log-probabilities of the tokens in the mask, [B, C] float32; 0 outside it."""
+        self.check_lengths(read)
         logprobs, rows = torch.zeros_like(read.rollout_logprobs), read.mask.any(1).nonzero()[:, 0]
         with self.model() as model:
             layout, read = self.layout(model, passes), read.to(self.place)
@@ -106,14 +113,11 @@ class Teacher:
 
     def distributions(self, read: TokenBatch, passes: Passes) -> Predicted:
         """Return what it predicts at the n tokens of the mask, which are few enough for one pass."""
+        self.check_lengths(read)
         with self.model() as model:
             layout = self.layout(model, passes)
-            head = model.get_output_embeddings()
-            copied = model is self.policy and any(p.requires_grad for p in head.parameters())
+            copied = self.lends_head(model)
             return one_pass(model, distributions_of, read.to(self.place), copied, *layout)
-
-    def rest(self) -> None:
-        """Called when its passes are over until the next rollout."""
 
     def moved(self) -> None:
         """Called after each update."""
@@ -121,7 +125,7 @@ class Teacher:
     def check_lengths(self, read: TokenBatch) -> None:
         """Raise UserError if a row is too long for it."""
         longest = int(read.attention_mask.sum(1).max())
-        if self.context is not None and longest > self.context:
+        if longest > (self.context or longest):
             line = f"a row has {longest} tokens, and the teacher reads {self.context}"
             raise UserError(f"{line}: lower max_tokens or prompt_limit.max_tokens, or take a teacher with more context")
 
@@ -162,7 +166,7 @@ class Model(Teacher):
     """Another model that reads the policy's tokens (teacher=model).
 
     student: the policy, whose tokens the model must have. device: cpu, cuda:1, ...; None: the policy's. offload: it is in the
-    CPU's memory while a rollout is played. name: of its keys.
+    CPU's memory between its passes. path: in place of the model's; name: of the keys.
     """
 
     has_model = True
@@ -173,9 +177,10 @@ class Model(Teacher):
         student: Pretrained | None = None,
         device: str | None = None,
         offload: bool = False,
+        path: str | None = None,
         name: str = "teacher",
     ) -> None:
-        self.pretrained = replace(model, called=f"{name}.model")
+        self.pretrained = replace(model, path=path or model.path, called=f"{name}.model" if path is None else name)
         self.student, self.device, self.offload = student, device, offload
 
     def attach(self, policy: nn.Module) -> None:
@@ -186,6 +191,9 @@ class Model(Teacher):
         imagined = next(policy.parameters()).is_meta  # for the memory forecast
         self.loaded = (self.pretrained.outline() if imagined else self.pretrained.model()).requires_grad_(False)
 
+    def lends_head(self, model: nn.Module) -> bool:
+        return self.offload
+
     @property
     def place(self) -> torch.device:
         return torch.device(self.device) if self.device else self.policy.device
@@ -195,8 +203,24 @@ class Model(Teacher):
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        yield self.loaded.to(self.place)
+        try:
+            yield self.loaded.to(self.place)
+        finally:
+            if self.offload:
+                self.loaded.to("cpu")
 
-    def rest(self) -> None:
-        if self.offload:
-            self.loaded.to("cpu")
+
+@cache
+def check_vocabulary(teacher: Pretrained, student: Pretrained) -> None:
+    """Raise UserError unless both tokenizers have the same tokens, ids and end token. Rows of the embedding beyond them may
+    differ."""
+    mine, other = student.tokenizer(), teacher.tokenizer()
+    ours, theirs, ends = mine.get_vocab(), other.get_vocab(), (mine.eos_token, other.eos_token)
+    what = f"{teacher.named} has another tokenizer than the policy"
+    if differing := {token for token, _ in ours.items() ^ theirs.items()}:
+        token = min(differing, key=lambda token: min(ours.get(token, 1 << 40), theirs.get(token, 1 << 40)))
+        why = f"the policy's id of {token!r} is {ours.get(token)}, the teacher's {theirs.get(token)}, as of {len(differing)} tokens"
+        raise UserError(f"{what}: {why}; {REMEDY}")
+    if ends[0] != ends[1]:
+        why = "the policy ends with {!r}, the teacher with {!r}, and the policy would unlearn to end".format(*ends)
+        raise UserError(f"{what}: {why}; save the teacher's with the same eos_token")
