@@ -73,9 +73,7 @@ class Pretrained:
         adapter: the new one or its factory, or None.
         """
         if self.quantization and not adapter:
-            raise UserError(
-                f"{self.called}.quantization={self.quantization} is for a base that is frozen: set adapter=lora"
-            )
+            raise UserError(f"model.quantization={self.quantization} is for a base that is frozen: set adapter=lora")
         if adapter and self.base():
             line = f"{self.named} is an adapter, and a new one on it would be saved without it"
             raise UserError(f"{line}: adapter=none trains it merged into its base")
@@ -114,15 +112,11 @@ class Pretrained:
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
-                raise UserError(
-                    f"{self.called}.chat_template={file} is not a file: give one, none for plain text, or null"
-                )
+                raise UserError(f"model.chat_template={file} is not a file: give one, none for plain text, or null")
             try:
                 tokenizer.chat_template = None if self.chat_template == "none" else file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"{self.called}.chat_template={file} could not be read: {error}; save it as UTF-8"
-                ) from error
+                raise UserError(f"model.chat_template={file} could not be read: {error}; save it as UTF-8") from error
         return tokenizer
 
     def outline(self) -> nn.Module:
@@ -159,12 +153,10 @@ class Pretrained:
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
         loader = loader_of(self.config())
         loaded = self._load(loader, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
-        model = fully_loaded(f"{self.named}", loaded).eval()
+        model = fully_loaded(self.named, loaded).eval()
         if model.generation_config is None or model.generation_config.eos_token_id is None:
             never = "no completion ends before max_tokens, except at sampling.stop_ids"
-            log.warning(
-                "%s.path=%s has no end token: %s; set eos_token_id in its config.json", self.called, self.path, never
-            )
+            log.warning("%s has no end token: %s; set eos_token_id in its config.json", self.named, never)
         if mapped:
             model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             model.is_mapped = True
@@ -216,10 +208,7 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 def base_path(path: str, called: str = "model") -> str:
-    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names.
-
-    called: see `Pretrained`.
-    """
+    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names. called: in errors."""
     if (Path(path) / "adapter_config.json").exists():
         from peft import PeftConfig
 

@@ -43,6 +43,8 @@ class Teacher:
     has_model = False  # whether it scores tokens
     context: int | None = None  # most tokens of a row that it reads; None: no limit
     policy: nn.Module
+    device: str | None = None  # of its passes; None: the policy's
+    offload = False  # whether it is in the CPU's memory between its passes
     trusted: tuple[Layout, str] | None = None  # the layout that gives correct results for its model, and its kernel
 
     def check(self, teaching: Teaching, temperature: float) -> None:
@@ -61,7 +63,7 @@ class Teacher:
     @property
     def place(self) -> torch.device:
         """The device of its passes."""
-        return self.policy.device
+        return torch.device(self.device or self.policy.device)
 
     def own(self) -> list[Tensor]:
         """Return the tensors that it holds in memory beside the policy's."""
@@ -79,10 +81,6 @@ class Teacher:
     def by_name(self, row: Tensor) -> dict[str, Tensor]:
         """Return which of the rows each of several teachers judges, [b] bool by its name. row: places in the rollout, [b]."""
         return {}
-
-    def lends_head(self, model: nn.Module) -> bool:
-        """Return whether the model's head is another one after `model`, and a distribution needs a copy of it."""
-        return model is self.policy and any(p.requires_grad for p in model.get_output_embeddings().parameters())
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
@@ -116,7 +114,8 @@ class Teacher:
         self.check_lengths(read)
         with self.model() as model:
             layout = self.layout(model, passes)
-            copied = self.lends_head(model)
+            learns = any(p.requires_grad for p in model.get_output_embeddings().parameters())
+            copied = self.offload or (model is self.policy and learns)  # the head is another one after this block
             return one_pass(model, distributions_of, read.to(self.place), copied, *layout)
 
     def moved(self) -> None:
@@ -191,13 +190,6 @@ class Model(Teacher):
         imagined = next(policy.parameters()).is_meta  # for the memory forecast
         self.loaded = (self.pretrained.outline() if imagined else self.pretrained.model()).requires_grad_(False)
 
-    def lends_head(self, model: nn.Module) -> bool:
-        return self.offload
-
-    @property
-    def place(self) -> torch.device:
-        return torch.device(self.device) if self.device else self.policy.device
-
     def own(self) -> list[Tensor]:
         return [*self.loaded.parameters(), *self.loaded.buffers()]
 
@@ -219,7 +211,7 @@ def check_vocabulary(teacher: Pretrained, student: Pretrained) -> None:
     what = f"{teacher.named} has another tokenizer than the policy"
     if differing := {token for token, _ in ours.items() ^ theirs.items()}:
         token = min(differing, key=lambda token: min(ours.get(token, 1 << 40), theirs.get(token, 1 << 40)))
-        why = f"the policy's id of {token!r} is {ours.get(token)}, the teacher's {theirs.get(token)}, as of {len(differing)} tokens"
+        why = f"the policy's id of {token!r} is {ours.get(token)}, the teacher's {theirs.get(token)}, and {len(differing)} differ"
         raise UserError(f"{what}: {why}; {REMEDY}")
     if ends[0] != ends[1]:
         why = "the policy ends with {!r}, the teacher with {!r}, and the policy would unlearn to end".format(*ends)
