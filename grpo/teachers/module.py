@@ -66,6 +66,14 @@ class Taught(GRPOModule):
         """How the teacher reads."""
         return Passes(self.temperature, self.optim.layout, self.at_once.most, self.algorithm.teacher.top_k)
 
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["teacher"] = self.teacher.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.teacher.load_state_dict(checkpoint.get("teacher", {}))
+
     # -- before the updates
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
@@ -83,6 +91,11 @@ class Taught(GRPOModule):
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
         taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
+        if judged is not None:
+            kept, rows = distributed.all_sum(
+                torch.stack([judged.sum(), torch.full_like(judged.sum(), len(judged))]).float()
+            )
+            batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
         self.beyond = bool(texts.any())
         if self.beyond:  # a text has no temperature of sampling
@@ -168,8 +181,8 @@ class Taught(GRPOModule):
         read = replace(self.read.rows(tokens.row.cpu()), mask=members)
         with torch.no_grad():
             judge = self.teacher.distributions(read, self.passes)
-        # in other parts of the loss; else the log-probabilities are only shown
-        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active)
+        # in other parts of the loss, or in none, which has a gradient of 0; else the log-probabilities are only shown
+        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active or tokens.teaching is None)
         lesson, settings = (judge, members, teaching, learns), (self.temperature, entropy_gradient, *self.layout)
         logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
