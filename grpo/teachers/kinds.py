@@ -41,7 +41,7 @@ class Teacher:
     """No teacher but the tokens of a rollout (teacher=tokens), and the base of all teachers."""
 
     has_model = False  # whether it scores tokens
-    context: int | None = None  # most tokens of a row that it reads; None: no limit
+    limit: int | None = None  # most tokens of a row that it reads; None: any
     policy: nn.Module
     device: str | None = None  # of its passes; None: the policy's
     offload = False  # whether it is in the CPU's memory between its passes
@@ -124,8 +124,8 @@ class Teacher:
     def check_lengths(self, read: TokenBatch) -> None:
         """Raise UserError if a row is too long for it."""
         longest = int(read.attention_mask.sum(1).max())
-        if longest > (self.context or longest):
-            line = f"a row has {longest} tokens, and the teacher reads {self.context}"
+        if longest > (self.limit or longest):
+            line = f"a row has {longest} tokens, and the teacher reads {self.limit}"
             raise UserError(f"{line}: lower max_tokens or prompt_limit.max_tokens, or take a teacher with more context")
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Model(Teacher):
         super().attach(policy)
         if self.student is not None:
             check_vocabulary(self.pretrained, self.student)
-        self.context = context_of(self.pretrained.config())
+        self.limit = context_of(self.pretrained.config())
         imagined = next(policy.parameters()).is_meta  # for the memory forecast
         self.loaded = (self.pretrained.outline() if imagined else self.pretrained.model()).requires_grad_(False)
 

@@ -88,7 +88,7 @@ class Served(Teacher):
                 if there and there != here and "\ufffd" not in there + here:
                     line = f"the teacher at {server.url} has another tokenizer than the policy: the id {i} is {there!r}"
                     raise UserError(f"{line} there and {here!r} here; {REMEDY}")
-        self.context = min((server.context for server in self.servers if server.context), default=None)
+        self.limit = min((server.context for server in self.servers if server.context), default=None)
 
     async def answer(self, server: RemoteServer, route: str, body: dict[str, Any] | None = None) -> Any:
         """Return the JSON of an answer. Raises UserError."""

@@ -301,7 +301,7 @@ def test_a_value_without_a_teacher(toy, other):
 def test_a_row_that_is_too_long_for_the_teacher(toy, other):
     teacher = model(other)
     module = taught(toy, teacher, Teaching(1.0))
-    teacher.context = 4
+    teacher.limit = 4
     with pytest.raises(UserError, match="a row has 5 tokens, and the teacher reads 4"):
         module.training_step(rollout(), 0)
 

@@ -33,7 +33,7 @@ def test_a_vllm_server_scores_as_its_model(tmp_path):
         teacher = Served(servers.urls, Pretrained(folder))
         teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
         teacher.attach(model)
-        assert teacher.context == CONTEXT
+        assert teacher.limit == CONTEXT
         logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
         hot = Served(servers.urls, Pretrained(folder))
         hot.check(Teaching(1.0), 0.7)
