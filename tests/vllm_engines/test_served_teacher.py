@@ -37,7 +37,7 @@ def test_a_vllm_server_scores_as_its_model(tmp_path):
         logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
         hot = Served(servers.urls, Pretrained(folder))
         hot.check(Teaching(1.0), 0.7)
-        with pytest.raises(UserError, match=r"temperature=0\.7, but vLLM at .* scores at 1: set the temperature to 1"):
+        with pytest.raises(UserError, match=r"temperature=0\.7, but http:.* scores at 1: set the temperature to 1"):
             hot.attach(model)
     finally:
         servers.close()
