@@ -28,7 +28,7 @@ NEEDED = (  # what train.py builds
     *("adapter", "algo", "callbacks", "engine", "eval", "logger", "model", "module", "optim", "play", "prompt_limit"),
     *("renderer", "rollout", "sampler", "selection", "source", "task", "trainer"),
 )
-MODELS = ("model", "critic.model", "teacher.model")
+MODELS = ("model", "teacher.model")
 # a module with these may have names that it does not spell
 DYNAMIC = {"globals", "exec", "vars", "setattr", "__getattr__"}
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
