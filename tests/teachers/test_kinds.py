@@ -80,8 +80,7 @@ def of_tokens(rows: list[torch.Tensor], batch: TokenBatch) -> torch.Tensor:
 
 
 def tokens() -> TokenBatch:
-    batch = collate(GROUPS)
-    return replace(batch, row=torch.arange(len(batch)))
+    return replace(collate(GROUPS), row=torch.arange(len(collate(GROUPS))))
 
 
 def attached(teacher: Teacher, toy: Path) -> Teacher:
@@ -98,9 +97,7 @@ def model(folder: Path, toy: Path | None = None, **settings) -> Model:
 
 
 class Alone(Taught):
-    """Without a trainer, whose rollouts these teachers do not read."""
-
-    rollouts = None
+    rollouts = None  # of a trainer, which these teachers do not read
 
 
 def taught(toy: Path, teacher: Teacher, teaching: Teaching, **settings) -> Taught:
@@ -338,15 +335,11 @@ def test_mistakes_that_are_named_before_a_model_is_loaded(smoke, given, line):
     assert line in told(*smoke(*given.split()))
 
 
-def mixture(toy, folder: Path) -> list[str]:
-    """Return overrides of a run on two sources."""
-    return f"""algo=mopd task=mixture task.sources.gsm8k.task.path={EXAMPLES} model=path model.path={toy} debug=smoke
-        callbacks=none forecast=false preflight=off max_tokens=8 output_dir={folder}""".split()
-
-
 @pytest.mark.slow
 def test_a_run_with_a_teacher_for_each_source(toy, other, tmp_path):
-    train(compose_config(*mixture(toy, tmp_path), f"teacher.teachers={{gsm8k: {toy}, countdown: {other}}}"))
+    words = f"""algo=mopd task=mixture task.sources.gsm8k.task.path={EXAMPLES} model=path model.path={toy} debug=smoke
+        callbacks=none forecast=false preflight=off max_tokens=8 output_dir={tmp_path}""".split()
+    train(compose_config(*words, f"teacher.teachers={{gsm8k: {toy}, countdown: {other}}}"))
     first = rows(tmp_path)[1]
     assert abs(first["teacher/gsm8k/divergence"]) < 1e-5 < abs(first["teacher/countdown/divergence"])
 
