@@ -112,9 +112,10 @@ class Teacher:
     def distributions(self, read: TokenBatch, passes: Passes) -> Predicted:
         """Return what it predicts at the n tokens of the mask, which are few enough for one pass."""
         self.check_lengths(read)
+        # asked here, since an adapter that is switched off does not seem to learn
+        learns = any(p.requires_grad for p in self.policy.get_output_embeddings().parameters())
         with self.model() as model:
             layout = self.layout(model, passes)
-            learns = any(p.requires_grad for p in model.get_output_embeddings().parameters())
             copied = self.offload or (model is self.policy and learns)  # the head is another one after this block
             return one_pass(model, distributions_of, read.to(self.place), copied, *layout)
 
