@@ -17,7 +17,7 @@ from grpo.models.pretrained import Pretrained
 from grpo.objectives.distillation import iw_opd, topd, vopd
 from grpo.objectives.teaching import forward, jsd, reverse
 from grpo.rollout.collate import collate
-from grpo.teachers.kinds import Start
+from grpo.teachers.kinds import Start, Teacher
 
 DIVERGENCES = {
     "sampled": {},
@@ -127,7 +127,7 @@ def test_the_parts_do_not_dilute_each_other(toy, teacher):
 
     def change(**settings) -> dict[str, torch.Tensor]:
         found, start = (
-            learned(taught(fresh(toy), teacher, **settings), rollout())[0],
+            learned(taught(fresh(toy), teacher if settings.get("coef", 1) else Teacher(), **settings), rollout())[0],
             dict(fresh(toy).named_parameters()),
         )
         return {name: p - start[name].detach() for name, p in found.items()}
