@@ -8,6 +8,7 @@ tokens, it compares distributions and returns [n]. Else it is of the sampled tok
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,6 +87,7 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
     return torch.cat([some, (-total.clamp(max=-1e-7).expm1()).log()], dim=-1)
 
 
+BySource = Mapping[str, Mapping[Literal["policy", "imitation", "teacher"], NonNegative]]  # factors of parts, by source
 NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
 Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 
