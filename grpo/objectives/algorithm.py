@@ -41,8 +41,8 @@ class Algorithm:
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the last share of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: truncated answers
-    stay in their group's baseline, but nothing is learned from them. policy_coef, imitation, teacher: of the three parts of equation
-    1 (teaching.py); by_source: factors of these, see `Taught`. num_epochs: passes over a rollout, num_minibatches updates each.
+    stay in their group's baseline, but nothing is learned from them. policy_coef, imitation, teacher: of the parts of equation 1
+    (teaching.py); by_source: factors of these, see `Taught`. num_epochs: passes over a rollout, num_minibatches updates each.
     """
 
     advantage: Callable[..., Tensor]

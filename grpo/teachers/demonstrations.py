@@ -56,7 +56,7 @@ def check_demonstrations(task: Task | None, looks: int = 100) -> None:
 def completion(renderer: Renderer, message: Message) -> Completion:
     """Return a message of a demonstration as a completion. Nobody sampled it: each token has the log-probability 0."""
     ids = renderer.answer_ids(message)
-    return Completion(ids, (0.0,) * len(ids), "stop", temperature=1.0)
+    return Completion(ids, (0.0,) * len(ids), "stop")
 
 
 def turns_of(state: State, messages: Sequence[Message], renderer: Renderer) -> list[Turn]:
@@ -120,7 +120,9 @@ class Demonstrations(Outer):
                 turns = [*said, *[end] * limits.max_turns]
                 known |= {seed(p, s, turn): turns[turn] for s in range(group_size) for turn in range(limits.max_turns)}
         if len(kept) < len(examples):
-            line = f"{len(examples) - len(kept)} of {len(examples)} examples of a rollout have no demonstration of at most"
+            line = (
+                f"{len(examples) - len(kept)} of {len(examples)} examples of a rollout have no demonstration of at most"
+            )
             line += f" max_tokens={sampling.max_tokens}, and are left out"
             if not kept:
                 raise UserError(f"{line}: raise max_tokens, or name other rows")
@@ -135,9 +137,10 @@ class Demonstrations(Outer):
 
 
 def first(sample: Sample, turns: int) -> Sample:
-    """Return a sample with its first turns alone."""
-    steps = sample.trajectory.steps[:turns]
-    return replace(sample, turns=sample.turns[:turns], trajectory=replace(sample.trajectory, steps=steps))
+    """Return a sample with its first turns alone, at temperature 1 whatever the run's is."""
+    steps, kept = sample.trajectory.steps[:turns], sample.turns[:turns]
+    kept = tuple(replace(turn, completion=replace(turn.completion, temperature=1.0)) for turn in kept)
+    return replace(sample, turns=kept, trajectory=replace(sample.trajectory, steps=steps))
 
 
 @dataclass
@@ -148,7 +151,9 @@ class Right(Outer):
     inner: Selection = field(default_factory=Everything)
 
     def select(self, draw: Draw) -> list[Group]:
-        right = [[s for s in group if s.reward.correct and not s.trajectory.truncated] for group in self.inner.select(draw)]
+        right = [
+            [s for s in group if s.reward.correct and not s.trajectory.truncated] for group in self.inner.select(draw)
+        ]
         if not any(right):
             fix = "raise rollout.prompts, or set selection=all"
             raise UserError(f"selection=right: rollout {draw.r + 1} has no sample that is right and complete: {fix}")

@@ -91,7 +91,9 @@ class Taught(GRPOModule):
         if texts.any():  # a text has no temperature of sampling
             own = torch.zeros_like(tokens.rollout_logprobs) if tokens.temperature is None else tokens.temperature
             tokens = replace(tokens, temperature=torch.where(texts, 1.0, own))
-        if not self.algorithm.policy_coef and not teaching.coef:  # whoever sampled a token, nobody asks how probable it was
+        if (
+            not self.algorithm.policy_coef and not teaching.coef
+        ):  # whoever sampled a token, nobody asks how probable it was
             tokens = replace(tokens, fresh=torch.zeros_like(tokens.sample, dtype=torch.bool))
         policy, imitation, teacher = (self.factors(part, tokens, batch) for part in ("policy", "imitation", "teacher"))
         self.of_policy = policy
@@ -105,7 +107,9 @@ class Taught(GRPOModule):
     def factors(self, part: str, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
         """Return the factor of each row in a part of the loss, by the column `source` of its example, [B, 1]."""
         by, size = self.algorithm.by_source, batch.scores.rewards.shape[1]
-        of_groups = [by.get(example.get("source"), {}).get(part, 1.0) for example in batch.scores.examples] if by else []
+        of_groups = (
+            [by.get(example.get("source"), {}).get(part, 1.0) for example in batch.scores.examples] if by else []
+        )
         if not of_groups:
             return torch.ones_like(tokens.rollout_logprobs[:, :1])
         return torch.tensor(of_groups, device=tokens.ids.device)[tokens.sample // size, None]
