@@ -52,19 +52,16 @@ def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, train
 
 def check_teaching(task: Task | None, config: DictConfig) -> None:
     """Raise UserError if the run needs demonstrations, or weighs a source (algo.by_source), that the task does not have."""
-    parts = [config.get(name) or {} for name in ("teacher", "selection")]
-    if "algo" in config and (by := config.algo.get("by_source")):
-        known = dict.fromkeys(
-            str(row.get("source")) for row in ([] if task is None else spread(task.examples("train"), 1000))
-        )
-        if unknown := [name for name in by if name not in known]:
-            fix = f"the column `source` of the training rows has {', '.join(known)}"
-            raise UserError(f"algo.by_source names {unknown[0]!r}, which is no source of this task: {fix}")
-        if not parts[0]:
-            raise UserError(
-                "algo.by_source weighs three parts of the loss, but teacher=none has one: set teacher=tokens"
-            )
-    if any(str(part.get("_target_")).startswith("grpo.teachers.demonstrations.") for part in parts):
+    rows = [] if task is None else task.examples("train")
+    by, teacher = config.get("algo", {}).get("by_source") or {}, config.get("teacher")
+    known = {str(row.get("source")) for row in (spread(rows, 1000) if by else ())}
+    if unknown := sorted(by.keys() - known):
+        line = f"algo.by_source names {unknown[0]!r}, but the column `source` of the training rows"
+        raise UserError(f"{line} has {', '.join(sorted(known))}")
+    if by and not teacher:
+        raise UserError("algo.by_source weighs three parts of the loss, but teacher=none has one: set teacher=tokens")
+    targets = [str((part or {}).get("_target_")) for part in (teacher, config.get("selection"))]
+    if {"grpo.teachers.demonstrations.Rows", "grpo.teachers.demonstrations.Demonstrations"} & {*targets}:
         from grpo.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
 
         check_demonstrations(task)

@@ -2,15 +2,14 @@
 (teacher=rows); and which samples of others are worth imitating (selection=right)."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from grpo.engines.protocol import Done, Engine, Prompts, Sampling
+from grpo.engines.protocol import Sampling
 from grpo.env.conversations import chat_message, messages_of
 from grpo.env.messages import Message
 from grpo.env.renderer import Renderer
@@ -30,19 +29,15 @@ from grpo.training.batch import RolloutBatch
 log = logging.getLogger(__name__)
 
 
-def demonstration_of(task: Task | None, example: Example) -> tuple[Message, ...]:
-    """Return the answer to learn from that an example has: messages of the policy, maybe with those of tools between them. () if
+def demonstration_of(task: Task | None, example: Example) -> list[Message]:
+    """Return the answer to learn from that an example has: messages of the policy, maybe with those of tools between them. [] if
     it has none. Of a conversation these are its last messages, after the question."""
-    answer = getattr(task, "demonstration", lambda example: None)(example)
-    if answer is None or isinstance(answer, str):
-        return (Message("assistant", answer),) if answer and answer.strip() else ()
-    talk = [*answer]
-    if not all(isinstance(message, Message) for message in talk):
-        talk = [*messages_of([chat_message(message) for message in talk])]
-    last = [*takewhile(lambda message: message.role in ("assistant", "tool"), reversed(talk))][::-1]
-    while last and last[-1].role == "tool":
-        last.pop()
-    return tuple(last)
+    talk = getattr(task, "demonstration", lambda example: None)(example) or ()
+    if isinstance(talk, str):
+        return [Message("assistant", talk)] if talk.strip() else []
+    if talk and not isinstance(talk[0], Message):
+        talk = messages_of([chat_message(message) for message in talk])
+    return [*takewhile(lambda message: message.role in ("assistant", "tool"), reversed(talk))][::-1]
 
 
 def check_demonstrations(task: Task | None, looks: int = 100) -> None:
@@ -56,18 +51,17 @@ def check_demonstrations(task: Task | None, looks: int = 100) -> None:
 def completion(renderer: Renderer, message: Message) -> Completion:
     """Return a message of a demonstration as a completion. Nobody sampled it: each token has the log-probability 0."""
     ids = renderer.answer_ids(message)
-    return Completion(ids, (0.0,) * len(ids), "stop")
+    return Completion(ids, (0.0,) * len(ids), "stop", temperature=1.0)
 
 
-def turns_of(state: State, messages: Sequence[Message], renderer: Renderer) -> list[Turn]:
+def turns_of(state: State, messages: Sequence[Message], renderer: Renderer) -> tuple[Turn, ...]:
     """Return a demonstration as turns, the first one in this state."""
-    turns: list[Turn] = []
-    talk = state.messages
-    for message in messages:
+    turns: tuple[Turn, ...] = ()
+    for i, message in enumerate(messages):
         if message.role == "assistant":
-            prompt = renderer.prompt_ids(talk, state.tools, turns[-1].ids if turns else ())
-            turns.append(Turn(tuple(prompt), completion(renderer, message)))
-        talk = (*talk, message)
+            talk = (*state.messages, *messages[:i])
+            prompt = tuple(renderer.prompt_ids(talk, state.tools, turns[-1].ids if turns else ()))
+            turns += (Turn(prompt, completion(renderer, message)),)
     return turns
 
 
@@ -78,17 +72,15 @@ class Reciter:
     context: int | None
     known: Mapping[int, Completion]
 
-    def sample(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], done: Done | None = None
-    ) -> list[Completion]:
+    def sample(self, prompts, sampling: Sampling, seeds: Sequence[int], done=None) -> list[Completion]:
         return [self.known[seed] for seed in seeds]
 
 
 @dataclass
 class Demonstrations(Outer):
     """The inner selection, whose groups are one demonstration each, played in the task's environment and graded by the task, in
-    place of samples. One that is longer than an answer may be is left out, and so is an example without one: with an empty
-    group. Mutable: the log says once how many."""
+    place of samples. One that is longer than an answer may be is left out, and so is an example without one. Mutable: the log
+    says once how many."""
 
     inner: Selection = field(default_factory=Everything)
     logged: bool = False
@@ -98,49 +90,35 @@ class Demonstrations(Outer):
         return [group for group in self.inner.select(draw) if group]
 
     def play(
-        self,
-        task: Task,
-        examples: Sequence[Example],
-        group_size: int,
-        engine: Engine,
-        renderer: Renderer,
-        sampling: Sampling,
-        seed: Callable[[int, int, int], int],
-        limits: Limits,
+        self, task: Task, examples: Sequence[Example], size: int, engine, renderer, sampling, seed, limits: Limits
     ) -> list[Group]:
-        """Play the demonstrations of examples; see `rollout.episodes.play`."""
+        """Play the demonstrations of examples; see `rollout.episodes.play`. An example that is left out has an empty group."""
         known: dict[int, Completion] = {}
-        kept: dict[int, int] = {}  # turns of the demonstrations that fit, by their place
+        kept: dict[int, list[Completion]] = {}  # by the place of the example
         for p, example in enumerate(examples):
             messages = demonstration_of(task, example)
             said = [completion(renderer, message) for message in messages if message.role == "assistant"]
             if said and all(len(one.ids) <= sampling.max_tokens for one in said):
-                kept[p] = len(said)
-                end = replace(said[-1], ids=said[-1].ids[-1:], logprobs=(0.0,))  # the environment asks on
-                turns = [*said, *[end] * limits.max_turns]
-                known |= {seed(p, s, turn): turns[turn] for s in range(group_size) for turn in range(limits.max_turns)}
-        if len(kept) < len(examples):
-            line = (
-                f"{len(examples) - len(kept)} of {len(examples)} examples of a rollout have no demonstration of at most"
-            )
-            line += f" max_tokens={sampling.max_tokens}, and are left out"
-            if not kept:
-                raise UserError(f"{line}: raise max_tokens, or name other rows")
-            if not self.logged:
-                log.warning("%s; later ones are left out in silence", line)
+                kept[p], end = said, replace(said[-1], ids=said[-1].ids[-1:], logprobs=(0.0,))  # if it is asked on
+                turns = enumerate([*said, *[end] * limits.max_turns])
+                known |= {seed(p, s, turn): one for turn, one in turns for s in range(size)}
+        left_out = f"{len(examples) - len(kept)} of {len(examples)} examples of a rollout have no demonstration"
+        if not kept:
+            raise UserError(f"{left_out} of at most max_tokens={sampling.max_tokens}: raise it, or take other rows")
+        if len(kept) < len(examples) and not self.logged:
+            log.warning("%s of at most max_tokens=%d, and are left out", left_out, sampling.max_tokens)
             self.logged = True
-        places, reciter = [*kept], Reciter(engine.context, known)
-        settings = renderer, sampling, lambda p, s, turn: seed(places[p], s, turn), limits
-        played = play(task, [examples[p] for p in places], group_size, reciter, *settings)
-        groups = dict(zip(places, played, strict=True))
-        return [[first(sample, kept[p]) for sample in groups.get(p, ())] for p in range(len(examples))]
+        places, settings = [*kept], (Reciter(engine.context, known), renderer, sampling)
+        played = play(task, [examples[p] for p in kept], size, *settings, lambda p, *of: seed(places[p], *of), limits)
+        groups = {p: [first(one, kept[p]) for one in group] for p, group in zip(kept, played, strict=True)}
+        return [groups.get(p, []) for p in range(len(examples))]
 
 
-def first(sample: Sample, turns: int) -> Sample:
-    """Return a sample with its first turns alone, at temperature 1 whatever the run's is."""
-    steps, kept = sample.trajectory.steps[:turns], sample.turns[:turns]
-    kept = tuple(replace(turn, completion=replace(turn.completion, temperature=1.0)) for turn in kept)
-    return replace(sample, turns=kept, trajectory=replace(sample.trajectory, steps=steps))
+def first(sample: Sample, said: Sequence[Completion]) -> Sample:
+    """Return a sample with the turns of a demonstration alone."""
+    turns = tuple(replace(turn, completion=one) for turn, one in zip(sample.turns, said, strict=False))
+    trajectory = replace(sample.trajectory, steps=sample.trajectory.steps[: len(said)])
+    return replace(sample, turns=turns, trajectory=trajectory)
 
 
 @dataclass
@@ -151,12 +129,11 @@ class Right(Outer):
     inner: Selection = field(default_factory=Everything)
 
     def select(self, draw: Draw) -> list[Group]:
-        right = [
-            [s for s in group if s.reward.correct and not s.trajectory.truncated] for group in self.inner.select(draw)
-        ]
+        groups = self.inner.select(draw)
+        right = [[s for s in group if s.reward.correct and not s.trajectory.truncated] for group in groups]
         if not any(right):
-            fix = "raise rollout.prompts, or set selection=all"
-            raise UserError(f"selection=right: rollout {draw.r + 1} has no sample that is right and complete: {fix}")
+            line = f"selection=right: rollout {draw.r + 1} has no sample that is right and complete"
+            raise UserError(f"{line}: raise rollout.prompts, or set selection=all")
         return [group for group in right if group]
 
 
@@ -165,37 +142,22 @@ class Rows(Teacher):
 
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         size, most = batch.scores.rewards.shape[1], rollouts.plan.sampling.max_tokens
-        shown: dict[int, Sample] = {}  # by the group's first sample
-        for g in (tokens.sample // size).unique().tolist():
-            sample = next((one for one in batch.groups[g] if one.turns), None)
-            messages = sample and demonstration_of(rollouts.task, sample.example)
-            if messages:
+        mine = {
+            g * size: batch.groups[g] for g in dict.fromkeys((tokens.sample // size).tolist())
+        }  # by the first sample
+        shown: dict[int, Sample] = {}
+        for place, group in mine.items():
+            for sample in [one for one in group if one.turns][:1]:
+                messages = demonstration_of(rollouts.task, sample.example)
                 turns = turns_of(sample.trajectory.steps[0].state, messages, rollouts.renderer)
-                if all(len(turn.completion.ids) <= most for turn in turns):
-                    shown[g * size] = replace(sample, turns=tuple(turns))
+                if turns and all(len(turn.completion.ids) <= most for turn in turns):
+                    shown[place] = replace(sample, turns=turns)
         if not shown:
             return tokens, None
-        rows = collate([[sample] for sample in shown.values()], [*shown]).to(tokens.ids.device)
-        nothing = {"mask": torch.zeros_like(rows.mask), "turn": torch.full_like(rows.turn, -1)}
-        nothing |= {"given": torch.full_like(rows.given, torch.nan), "fresh": torch.zeros_like(rows.fresh)}
-        both = below(tokens, replace(rows, **nothing))
-        given = torch.zeros_like(both.mask)
-        given[len(tokens) :, : rows.completion_width] = rows.mask
-        return both, given
-
-
-def below(upper: TokenBatch, lower: TokenBatch) -> TokenBatch:
-    """Return the rows of both, as wide as the widest prompt and the widest completion."""
-    prompt_width = max(upper.prompt_width, lower.prompt_width)
-    width, filled = max(upper.completion_width, lower.completion_width), {"turn": -1, "given": torch.nan}
-
-    def padded(batch: TokenBatch, name: str) -> Tensor:
-        value = getattr(batch, name)
-        value = torch.zeros_like(batch.rollout_logprobs) if value is None else value
-        left = prompt_width - batch.prompt_width if name in ("ids", "attention_mask") else 0
-        right = width - batch.completion_width
-        return value if value.dim() == 1 else pad(value, (left, right), value=filled.get(name, 0))
-
-    names = [f.name for f in fields(upper) if isinstance(getattr(upper, f.name), Tensor)]
-    names += ["temperature"] if upper.temperature is None else []
-    return replace(upper, **{name: torch.cat([padded(upper, name), padded(lower, name)]) for name in names})
+        both = collate([*mine.values(), *([sample] for sample in shown.values())], [*mine, *shown]).to(
+            tokens.ids.device
+        )
+        below = torch.arange(len(both), device=tokens.ids.device) >= len(tokens)
+        given = both.mask & below[:, None]
+        settings = {"turn": both.turn.masked_fill(given, -1), "given": both.given.masked_fill(given, torch.nan)}
+        return replace(both, mask=both.mask & ~given, fresh=both.fresh & ~below, **settings), given

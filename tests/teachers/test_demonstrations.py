@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import REAL_DATA, ROOT, seed
 from helpers.demonstrated import TASK, batch, demonstrated, moved, sampled, taught
-from helpers.runs import told
+from helpers.programs import command
+from helpers.runs import rows, state, told
 from transformers import AutoTokenizer
 
 from grpo.engines.protocol import Sampling
@@ -256,3 +257,21 @@ def test_mistakes_are_one_line(tmp_path):
     line = told("teacher=tokens", "algo.by_source={gsm8k: {policy: 0}}")
     assert "'gsm8k'" in line and "source" in line
     assert "policy" in told("teacher=tokens", "algo.by_source={gsm8k: {reward: 0}}")
+
+
+@pytest.mark.slow
+def test_sft_on_the_demo_raises_accuracy_and_resumes_as_it_was(tmp_path):
+    """A stopped and resumed run has the weights of an uninterrupted one, bit by bit."""
+
+    def run(name: str, *more: str) -> None:
+        words = f"algo=sft preflight=off forecast=false logger=csv callbacks=[checkpoint] hydra.run.dir={tmp_path / name}"
+        words += " rollout.prompts=32 rollout.num_rollouts=16 eval.every=16 eval.limit=60 callbacks.checkpoint.every=8"
+        done = command("train.py", *words.split(), *more)
+        assert done.returncode == 0, done.stderr
+
+    run("whole")
+    run("rest", f"ckpt_path={tmp_path}/whole/checkpoints/00008.ckpt")
+    one, two = (state(tmp_path / name)["state_dict"] for name in ("whole", "rest"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path / "whole") if "eval/accuracy" in row)
+    assert last > first + 0.3
