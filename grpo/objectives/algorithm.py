@@ -63,7 +63,7 @@ class Algorithm:
     policy_coef: NonNegative = 1.0
     imitation: Imitation = field(default_factory=Imitation)
     teacher: Teaching = field(default_factory=Teaching)
-    by_source: BySource = field(default_factory=dict)
+    by_source: BySource | None = None
     num_epochs: Count = 1
     num_minibatches: Count = 1
 
