@@ -26,7 +26,6 @@ ALLOWED = {  # the leaves that take these values, on purpose
     | WEIGHTS
     | {
         "algo.advantage.weights",
-        "algo.by_source",
         "renderer.template_args",
         "rollout.sampling.guided",
         "eval.sampling.guided",
