@@ -66,6 +66,7 @@ def taught(policy, parts, teacher: Teacher | None = None, task=TASK, imitation: 
 
 def moved(policy, module: Taught, rollout: RolloutBatch) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the gradient of the rollout's loss, as one vector, and the metrics."""
+    policy.zero_grad()
     before = [p.detach().clone() for p in policy.parameters()]
     metrics = module.training_step(rollout, 0)
     pairs = [*zip(before, policy.parameters(), strict=True)]

@@ -82,8 +82,8 @@ def test_a_conversation_gives_its_last_messages():
 
     assert of("system", "user", "assistant") == ["2"]
     assert of("user", "assistant", "user", "assistant", "tool", "assistant") == ["3", "4", "5"]
-    assert of("user", "assistant", "user") == [] and of("user", "assistant", "tool") == ["1"]
-    assert demonstration_of(Talks(), {"talk": " "}) == () and demonstration_of(object(), {}) == ()
+    assert of("user", "assistant", "user") == []
+    assert demonstration_of(Talks(), {"talk": " "}) == demonstration_of(object(), {}) == []
 
 
 def test_demonstrations_of_tasks_are_right():
@@ -251,13 +251,13 @@ def test_parts_by_source(toy_model, parts):
 
 def test_mistakes_are_one_line(tmp_path):
     (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "b": "x"}\n{"prompt": "2?", "b": "y"}\n')
-    task = f"task=jsonl task.path={rows} task.rewards=format".split()
+    task = f"task=jsonl task.path={rows} task.rewards=format output_dir={tmp_path}".split()
     assert "no demonstration to learn from" in told("algo=sft", *task)
     assert "no demonstration to learn from" in told("teacher=rows", *task)
     assert "no demonstration to learn from" in told("algo=sft", *task, "task.demonstration=c")
-    line = told("teacher=tokens", "algo.by_source={gsm8k: {policy: 0}}")
+    line = told("teacher=tokens", "algo.by_source={gsm8k: {policy: 0}}", f"output_dir={tmp_path}")
     assert "'gsm8k'" in line and "source" in line
-    assert "policy" in told("teacher=tokens", "algo.by_source={gsm8k: {reward: 0}}")
+    assert "policy" in told("teacher=tokens", "algo.by_source={gsm8k: {reward: 0}}", f"output_dir={tmp_path}")
 
 
 @pytest.mark.slow
