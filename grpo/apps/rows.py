@@ -61,7 +61,7 @@ def check_teaching(task: Task | None, config: DictConfig) -> None:
     if by and not teacher:
         raise UserError("algo.by_source weighs three parts of the loss, but teacher=none has one: set teacher=tokens")
     targets = [str((part or {}).get("_target_")) for part in (teacher, config.get("selection"))]
-    if {"grpo.teachers.demonstrations.Rows", "grpo.teachers.demonstrations.Demonstrations"} & {*targets}:
+    if {"grpo.teachers.demonstrations.Given", "grpo.teachers.demonstrations.Demonstrations"} & {*targets}:
         from grpo.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
 
         check_demonstrations(task)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def demonstration_of(task: Task | None, example: Example) -> list[Message]:
     """Return the answer to learn from that an example has: messages of the policy, maybe with those of tools between them. [] if
-    it has none. Of a conversation these are its last messages, after the question."""
+    it has none. A conversation gives its last messages, after the question."""
     talk = getattr(task, "demonstration", lambda example: None)(example) or ()
     if isinstance(talk, str):
         return [Message("assistant", talk)] if talk.strip() else []
@@ -54,7 +54,7 @@ def completion(renderer: Renderer, message: Message) -> Completion:
     return Completion(ids, (0.0,) * len(ids), "stop", temperature=1.0)
 
 
-def turns_of(state: State, messages: Sequence[Message], renderer: Renderer) -> tuple[Turn, ...]:
+def given_turns(state: State, messages: Sequence[Message], renderer: Renderer) -> tuple[Turn, ...]:
     """Return a demonstration as turns, the first one in this state."""
     turns: tuple[Turn, ...] = ()
     for i, message in enumerate(messages):
@@ -137,7 +137,7 @@ class Right(Outer):
         return [group for group in right if group]
 
 
-class Rows(Teacher):
+class Given(Teacher):
     """No model, but the demonstration of each prompt of a rollout, in a row beside the samples (teacher=rows)."""
 
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
@@ -149,7 +149,7 @@ class Rows(Teacher):
         for place, group in mine.items():
             for sample in [one for one in group if one.turns][:1]:
                 messages = demonstration_of(rollouts.task, sample.example)
-                turns = turns_of(sample.trajectory.steps[0].state, messages, rollouts.renderer)
+                turns = given_turns(sample.trajectory.steps[0].state, messages, rollouts.renderer)
                 if turns and all(len(turn.completion.ids) <= most for turn in turns):
                     shown[place] = replace(sample, turns=turns)
         if not shown:
