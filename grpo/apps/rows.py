@@ -52,16 +52,21 @@ def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, train
 
 def check_teaching(task: Task | None, config: DictConfig) -> None:
     """Raise UserError if the run needs demonstrations, or weighs a source (algo.by_source), that the task does not have."""
-    rows = [] if task is None else task.examples("train")
-    by, teacher = config.get("algo", {}).get("by_source") or {}, config.get("teacher")
-    known = {str(row.get("source")) for row in (spread(rows, 1000) if by else ())}
+    by, house = config.get("algo", {}).get("by_source") or {}, "grpo.teachers.demonstrations."
+    rows = spread(task.examples("train"), 1000) if by and task is not None else ()
+    known = {str(row.get("source")) for row in rows}
     if unknown := sorted(by.keys() - known):
         line = f"algo.by_source names {unknown[0]!r}, but the column `source` of the training rows"
         raise UserError(f"{line} has {', '.join(sorted(known))}")
-    if by and not teacher:
+    if by and not config.teacher:
         raise UserError("algo.by_source weighs three parts of the loss, but teacher=none has one: set teacher=tokens")
-    targets = [str((part or {}).get("_target_")) for part in (teacher, config.get("selection"))]
-    if {"grpo.teachers.demonstrations.Given", "grpo.teachers.demonstrations.Demonstrations"} & {*targets}:
+    targets = [str((config.get(name) or {}).get("_target_")) for name in ("teacher", "selection")]
+    named = {target.removeprefix(house) for target in targets} & {"Given", "Demonstrations"}
+    if "Given" in named and not config.algo.imitation.given:
+        raise UserError(
+            "teacher=rows, but algo.imitation.given=0 leaves its rows out of the loss: set a weight, as 0.1"
+        )
+    if named:
         from grpo.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
 
         check_demonstrations(task)

@@ -253,7 +253,8 @@ def test_mistakes_are_one_line(tmp_path):
     (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "b": "x"}\n{"prompt": "2?", "b": "y"}\n')
     task = f"task=jsonl task.path={rows} task.rewards=format output_dir={tmp_path}".split()
     assert "no demonstration to learn from" in told("algo=sft", *task)
-    assert "no demonstration to learn from" in told("teacher=rows", *task)
+    assert "no demonstration to learn from" in told("teacher=rows", "algo.imitation.given=1", *task)
+    assert "algo.imitation.given=0" in told("teacher=rows", *task)
     assert "no demonstration to learn from" in told("algo=sft", *task, "task.demonstration=c")
     line = told("teacher=tokens", "algo.by_source={gsm8k: {policy: 0}}", f"output_dir={tmp_path}")
     assert "'gsm8k'" in line and "source" in line
