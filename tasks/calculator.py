@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Annotated, Any
 
 from grpo.env.messages import Message, ToolCall, shown
@@ -93,6 +94,11 @@ class Calculator(Wordmath):
         **others: Any,
     ) -> None:
         super().__init__(steps, largest=largest, rewards=rewards, weights=weights, **others)
+
+    def demonstration(self, example: Example) -> list[Message]:
+        """Return a call for each line of the worked solution, with its result, and the box."""
+        *lines, box = example["solution"].split("\n")
+        return [*chain(*(called(line.partition("=")[0]) for line in lines)), Message("assistant", box)]
 
     def build(self, example: Example) -> ToolEnv:
         return ToolEnv(self.messages(example), [calculator])

@@ -1,5 +1,6 @@
 """GSM8K: grade-school word problems with a number for an answer (arXiv 2110.14168)."""
 
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +41,13 @@ class GSM8K(RowTask):
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         return self.template(example["question"])
+
+    def demonstration(self, example: Example) -> Any:
+        """Return the column's answer; without a column the worked answer, in the form that the prompt asks for."""
+        if self.data.demonstration_column or "####" not in str(example.get("answer")):
+            return super().demonstration(example)
+        worked = re.sub("<<.*?>>", "", example["answer"].rpartition("####")[0]).strip()
+        return f"{' ' if self.stop else ''}{worked}\nThe answer is \\boxed{{{self.gold(example)}}}."
 
     def gold(self, example: Example) -> str | None:
         answer = example.get("answer")

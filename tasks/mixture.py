@@ -63,6 +63,11 @@ class Mixture:
         gold = getattr(self.tasks[example["source"]], "gold", None)
         return gold and gold(example["example"])
 
+    def demonstration(self, example: Example) -> Any:
+        """Return the answer to learn from, if the source has one."""
+        demonstration = getattr(self.tasks[example["source"]], "demonstration", None)
+        return demonstration and demonstration(example["example"])
+
     def build(self, example: Example, seed: int = 0, group_seed: int = 0) -> Env:
         return build(self.tasks[example["source"]], example["example"], seed, group_seed)
 

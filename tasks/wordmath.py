@@ -157,6 +157,7 @@ class Wordmath(RowTask):
     working. There are as many validation rows as test rows."""
 
     usual_weights = MappingProxyType({"format": 0.0})
+    demonstration_column: str | None = "solution"
 
     @enforced("task")
     def __init__(

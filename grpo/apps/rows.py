@@ -7,11 +7,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo.data.dataset import MissingRows
-from grpo.data.rows import Made
+from grpo.data.rows import Made, spread
 from grpo.env.messages import Message
 from grpo.env.types import Example, SingleTurn, Split, Task
 from grpo.evaluation.evaluator import Evaluator
 from grpo.rollout.trial import try_task
+from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -45,4 +46,27 @@ def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, train
         log.warning("%s; this forecast is for prompts of %d tokens instead", error, stand_in.tokens)
         return stand_in, {"train": (stand_in, "train")}
     try_task(task, splits)
+    check_teaching(task, config)
     return task, splits
+
+
+def check_teaching(task: Task | None, config: DictConfig) -> None:
+    """Raise UserError if the run needs demonstrations, or weighs a source (algo.by_source), that the task does not have."""
+    by, house = config.get("algo", {}).get("by_source") or {}, "grpo.teachers.demonstrations."
+    rows = spread(task.examples("train"), 1000) if by and task is not None else ()
+    known = {str(row.get("source")) for row in rows}
+    if unknown := sorted(by.keys() - known):
+        line = f"algo.by_source names {unknown[0]!r}, but the column `source` of the training rows"
+        raise UserError(f"{line} has {', '.join(sorted(known))}")
+    if by and not config.teacher:
+        raise UserError("algo.by_source weighs three parts of the loss, but teacher=none has one: set teacher=tokens")
+    targets = [str((config.get(name) or {}).get("_target_")) for name in ("teacher", "selection")]
+    named = {target.removeprefix(house) for target in targets} & {"Given", "Demonstrations"}
+    if "Given" in named and not config.algo.imitation.given:
+        raise UserError(
+            "teacher=rows, but algo.imitation.given=0 leaves its rows out of the loss: set a weight, as 0.1"
+        )
+    if named:
+        from grpo.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
+
+        check_demonstrations(task)

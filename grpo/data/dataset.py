@@ -44,7 +44,7 @@ class Dataset:
     filters: `empty` removes rows in which a column is missing or blank, `duplicate` rows whose question came before. The log
     counts removed rows. limits: numbers of rows, after filtering. streaming: read only as much of a hub dataset as they need.
     numbers: columns of a CSV file that hold numbers; NA, nan, null, None and blanks are then None. form: called with every
-    question; it raises UserError for one that cannot be asked.
+    question; it raises UserError for one that cannot be asked. demonstration: the column with an answer to learn from.
     """
 
     @enforced("task")
@@ -63,6 +63,7 @@ class Dataset:
         streaming: bool = False,
         numbers: Sequence[str] = (),
         form: Callable[[Any], Any] | None = None,
+        demonstration: str | None = None,
     ) -> None:
         self.path, self.columns, self.name, self.config = path, tuple(columns), name, config
         self.local = Path(path).expanduser()
@@ -70,7 +71,7 @@ class Dataset:
         self.splits = {split: source for split, source in named.items() if source is not None}
         self.held_out = {split: float(share) for split, share in (held_out or {}).items() if share}
         self.filters, self.streaming = tuple(filters), streaming
-        self.numbers, self.form = tuple(numbers), form
+        self.numbers, self.form, self.demonstration_column = tuple(numbers), form, demonstration
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
         self.sources: dict[Split, TableRows] = {}
         self.read: dict[Split, Sequence[Example]] = {}

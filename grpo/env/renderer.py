@@ -26,6 +26,9 @@ FormName = Literal[  # of tool_forms.FORMS
 ]  # fmt: skip
 
 
+ENOUGH = "It is three."  # an answer with which a template is tried
+
+
 class Renderer(Protocol):
     """Converts between messages and token ids."""
 
@@ -133,6 +136,22 @@ class TokenizerRenderer:
             return Message("assistant", text, error=f"{reason}; a call is written {FORMS[self.form].written}")
         return message
 
+    def answer_ids(self, message: Message) -> tuple[int, ...]:
+        """Return a message of the policy as it would sample it: what the template writes after a prompt, up to the token that
+        ends a message. Without a template, that is the text and the end of a sequence. If a prompt does not end as the template
+        begins such a message (it opens a thought), the text is kept as it is, without the tag that the prompt has."""
+        text = message.content
+        if self.tokenizer.chat_template is not None:
+            asked, whole = self._text(ASKED), self._answered(message)
+            closing = self._answered(Message("assistant", ENOUGH)).rpartition(ENOUGH)[2]
+            kept = text.removeprefix(OPENED).lstrip() if asked.rstrip().endswith(OPENED) else text
+            text = whole.removeprefix(asked) if whole.startswith(asked) else kept + closing
+        ids, end = self._encoded(text.rstrip()), self.tokenizer.eos_token_id
+        return ids if end is None or (ids and ids[-1] in self._special) else (*ids, end)
+
+    def _answered(self, message: Message) -> str:
+        return self._written(self._dicts([*ASKED, message]), ask=False, closed=True)
+
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         return self._written(self._dicts(messages), tools)
 
@@ -141,9 +160,12 @@ class TokenizerRenderer:
         has_calls = any(message.tool_calls for message in messages)
         return as_dicts(messages, way, self._calling[1] if has_calls else None)
 
-    def _written(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True) -> str:
-        """A conversation as the template writes it. ask: it ends where the policy's next words begin."""
-        prefill = messages[-1]["role"] == "assistant"
+    def _written(
+        self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True, closed: bool = False
+    ) -> str:
+        """A conversation as the template writes it. ask: it ends where the policy's next words begin. closed: a last message of
+        the policy is over, not continued."""
+        prefill = messages[-1]["role"] == "assistant" and not closed
         try:
             return self.tokenizer.apply_chat_template(
                 messages,

@@ -176,9 +176,9 @@ class RewardModel(Protocol):
 class Task(EnvBuilder, RewardModel, Protocol):
     """A dataset, the environment that poses each row of it, and the reward for what comes back: `score`, or `score_group`, which
     compares the samples of an example: `score_group(example, trajectories) -> Sequence[RewardLike]`, one for each, in order. If a
-    class defines one and inherits the other, its own is used. With neither, environments give the rewards. A method
-    `claims(example, trajectory) -> Claim | None` is optional, and for evaluations: None where the task reads no answer.
-    So are `gold(example)`, the right answer for tables and checks, and `looks`, how many rows say how long prompts may be."""
+    class defines one and inherits the other, its own is used. With neither, environments give the rewards. Optional methods are
+    `claims(example, trajectory) -> Claim | None`, for evaluations (None: no answer is read), `gold(example)`, the right answer,
+    and `demonstration(example)`, one to learn from. So is `looks`, how many rows say how long prompts may be."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The rows of a split, read once and cheap to index. Raises UserError where there are none."""

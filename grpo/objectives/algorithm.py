@@ -23,7 +23,7 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
-from grpo.objectives.teaching import Imitation, Teaching
+from grpo.objectives.teaching import BySource, Imitation, Teaching
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
 from grpo.system.progress import BEGIN, Progress
@@ -40,10 +40,9 @@ class Algorithm:
     `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass).
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
-    overlong_share: the share of max_tokens over which `overlong_penalty` falls; 0 is off.
-    mask_truncated: truncated answers stay in their group's baseline, but nothing is learned from them.
-    policy_coef: of the first part of equation 1; imitation, teacher: its other two, see teaching.py.
-    num_epochs: passes over a rollout, with num_minibatches updates each.
+    overlong_share: the last share of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: truncated answers
+    stay in their group's baseline, but nothing is learned from them. policy_coef, imitation, teacher: of the parts of equation 1
+    (teaching.py); by_source: factors of these, see `Taught`. num_epochs: passes over a rollout, num_minibatches updates each.
     """
 
     advantage: Callable[..., Tensor]
@@ -64,6 +63,7 @@ class Algorithm:
     policy_coef: NonNegative = 1.0
     imitation: Imitation = field(default_factory=Imitation)
     teacher: Teaching = field(default_factory=Teaching)
+    by_source: BySource | None = None
     num_epochs: Count = 1
     num_minibatches: Count = 1
 

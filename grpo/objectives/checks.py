@@ -96,7 +96,7 @@ def check_advantage(a: Algorithm, prompts: int, group_size: int) -> None:
     twin = copy.deepcopy(a.advantage)  # it may have a state
     shapes = [(len(batch), 3)] if "mask" in takes else [shape, (*shape, 1)]
     advantages = tried(named("advantage", a.advantage), partial(call, "advantage", twin, offered), *shapes)
-    if group_size == 1 and not advantages.any():
+    if group_size == 1 and a.policy_coef and not advantages.any():
         fix = "at least 2 are needed (algo=reinforce_pp takes 1)"
         raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {fix}")
 

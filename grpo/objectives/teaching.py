@@ -11,6 +11,7 @@ A divergence is a function whose parameters name its arguments, and which may ha
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,6 +93,7 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
 # a function's parameters may name these; `logprobs` and `teacher_logprobs` are of the sampled tokens
 OF_WORDS = "student", "teacher", "logprobs", "teacher_logprobs", "beta"  # [n, V], [n, V], [n], [n]
 OF_SAMPLED = "logprobs", "ratio", "teacher_logprobs", "rollout_logprobs", "mask", "sample", "group"  # [B, C], [B]
+BySource = Mapping[str, Mapping[Literal["policy", "imitation", "teacher"], NonNegative]]  # factors of parts, by source
 NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
 Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 

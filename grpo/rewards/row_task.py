@@ -43,6 +43,7 @@ class RowTask:
 
     gold_column: str | None = "answer"
     usual_weights: Mapping[str, float] = MappingProxyType({})  # by function, where task.weights names none; else 1
+    demonstration_column: str | None = None  # of rows that the task makes itself
     stop: str | None = None  # the text with which a base model starts to invent the next question
 
     def __init__(self, data: Rows, rewards: Functions, weights: Weights = None, solved: float = 1.0) -> None:
@@ -58,6 +59,12 @@ class RowTask:
         """Return the right answer; None if a row has none. A list of one text counts as that text."""
         gold = None if self.gold_column is None else at(example, self.gold_column)
         return gold[0] if isinstance(gold, list) and len(gold) == 1 and isinstance(gold[0], str) else gold
+
+    def demonstration(self, example: Example) -> Any:
+        """Return the answer to learn from that a row has: a text, or messages, the last ones the policy's; None without one."""
+        name = getattr(self.data, "demonstration_column", None)
+        shown = name and at(example, name)
+        return f" {shown}" if self.stop and isinstance(shown, str) else shown  # a base model goes on after "Answer:"
 
     def examples(self, split: Split) -> Sequence[Example]:
         rows = self.data.split(split)

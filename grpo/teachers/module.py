@@ -52,6 +52,7 @@ class Taught(GRPOModule):
         teacher.attach(policy)
         self.teacher = teacher
         self.read: TokenBatch | None = None  # what the teacher reads, row by row of the rollout
+        self.of_policy: Tensor | None = None  # [B, 1], see `factors`
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
@@ -90,22 +91,42 @@ class Taught(GRPOModule):
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
-        taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
+        sampled, unknown = tokens.mask, batch.scores.rewards.isnan().any()
+        if self.algorithm.mask_truncated:
+            sampled = sampled & ~batch.scores.truncated.flatten().to(sampled.device)[tokens.sample, None]
+        taught = sampled if judged is None else sampled & judged[:, None]
         if judged is not None:
             kept, rows = distributed.all_sum(
                 torch.stack([judged.sum(), torch.full_like(judged.sum(), len(judged))]).float()
             )
             batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
-        self.beyond = bool(texts.any())
-        if self.beyond:  # a text has no temperature of sampling
+        self.beyond = bool(texts.any() or unknown or self.algorithm.by_source)
+        if texts.any():  # a text has no temperature of sampling
             own = torch.zeros_like(tokens.rollout_logprobs) if tokens.temperature is None else tokens.temperature
             tokens = replace(tokens, temperature=torch.where(texts, 1.0, own))
+        if (
+            not self.algorithm.policy_coef and not teaching.coef
+        ):  # whoever sampled a token, nobody asks how probable it was
+            tokens = replace(tokens, fresh=torch.zeros_like(tokens.sample, dtype=torch.bool))
+        policy, imitation, teacher = (self.factors(part, tokens, batch) for part in ("policy", "imitation", "teacher"))
+        self.of_policy = policy
         return replace(
             tokens,
-            imitation=of.sampled * tokens.mask + of.observed * observed + of.given * given,
-            teaching=teaching.coef * taught if teaching.coef else None,
+            mask=tokens.mask & (policy > 0),
+            imitation=imitation * (of.sampled * sampled + of.observed * observed + of.given * given),
+            teaching=teacher * teaching.coef * taught if teaching.coef else None,
         )
+
+    def factors(self, part: str, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
+        """Return the factor of each row in a part of the loss, by the column `source` of its example, [B, 1]."""
+        by, size = self.algorithm.by_source, batch.scores.rewards.shape[1]
+        of_groups = (
+            [by.get(example.get("source"), {}).get(part, 1.0) for example in batch.scores.examples] if by else []
+        )
+        if not of_groups:
+            return torch.ones_like(tokens.rollout_logprobs[:, :1])
+        return torch.tensor(of_groups, device=tokens.ids.device)[tokens.sample // size, None]
 
     def observed(self, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
         """Return which tokens the environment wrote after the policy's first one, [B, C]."""
@@ -113,7 +134,8 @@ class Taught(GRPOModule):
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
         """Add what stays fixed while the policy changes, the teacher's log-probabilities among it."""
-        tokens, teaching = super().freeze(tokens), self.algorithm.teacher
+        teaching = self.algorithm.teacher
+        tokens = replace(super().freeze(self.scored(tokens)), mask=tokens.mask, host=tokens.host)
         if tokens.teaching is None or teaching.of_distributions:
             return tokens
         return teaching.fixed(replace(tokens, teacher_logprobs=self.judged(tokens)))
@@ -143,6 +165,8 @@ class Taught(GRPOModule):
     def weighed(self, minibatch: TokenBatch, count: float) -> TokenBatch:
         """Turn the weights of the two parts into shares of the loss of an update."""
         minibatch = super().weighed(minibatch, count)
+        if self.algorithm.by_source:
+            minibatch = replace(minibatch, weights=minibatch.weights * self.of_policy[minibatch.row])
         imitation, teaching = (
             torch.zeros_like(minibatch.weights) if weights is None else weights
             for weights in (minibatch.imitation, minibatch.teaching)
@@ -170,6 +194,7 @@ class Taught(GRPOModule):
         if not self.beyond or tokens.imitation is None:
             return tokens
         mask = tokens.mask | (tokens.imitation > 0)
+        mask = mask if tokens.teaching is None else mask | (tokens.teaching > 0)
         return replace(tokens, mask=mask, host=tokens.host and replace(tokens.host, mask=mask.cpu()))
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

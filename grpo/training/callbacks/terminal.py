@@ -37,9 +37,11 @@ def status(metrics: Mapping[str, float], left: float, columns: Sequence[str] = (
     """Return the line of a rollout, at most 66 characters. left: the remaining seconds. columns: more metrics, beyond that."""
     logged = [name for name in columns if name in metrics]
     more = "".join(f"{name.rpartition('/')[2]} {written(name, metrics[name])}  " for name in logged)
+    signal = metrics.get("rollout/effective_groups")  # None in groups of one sample
+    groups = "" if signal is None else f"groups {percent(signal, 0)}  "
     return (
-        f"reward {metrics['rollout/reward']:.2f}  solved {percent(metrics['rollout/solve_rate'], 0)}  groups "
-        f"{percent(metrics['rollout/effective_groups'], 0)}  {more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
+        f"reward {metrics['rollout/reward']:.2f}  solved {percent(metrics['rollout/solve_rate'], 0)}  {groups}"
+        f"{more}{metrics['tokens/s']:,.0f} tok/s  {clock(left)} left"
     )
 
 

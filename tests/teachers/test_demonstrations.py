@@ -1,0 +1,281 @@
+"""Demonstrations: in place of samples they are supervised fine-tuning, beside samples a part of the loss of their own."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REAL_DATA, ROOT, seed
+from helpers.demonstrated import TASK, batch, demonstrated, moved, sampled, taught
+from helpers.programs import command
+from helpers.runs import rows, state, told
+from transformers import AutoTokenizer
+
+from grpo.engines.protocol import Sampling
+from grpo.env.messages import Message
+from grpo.env.renderer import TokenizerRenderer
+from grpo.env.scoring import score_group
+from grpo.env.types import Action, State, Step, Trajectory
+from grpo.objectives.teaching import Imitation
+from grpo.rollout.collate import collate
+from grpo.rollout.types import Limits
+from grpo.system.errors import UserError
+from grpo.teachers.demonstrations import Demonstrations, Given, demonstration_of
+from grpo.teachers.kinds import Teacher
+from tasks.calculator import Calculator
+from tasks.gsm8k import GSM8K
+from tasks.mixture import Mixture
+
+SMOLLM = Path.home() / ".cache" / "grpo" / "smollm2-135m-instruct"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER = "3*4=12\n\\boxed{12}"
+SIGNAL = torch.tensor([[1.0, -1.0], [0.5, -0.5], [1.0, -1.0]])
+
+
+def tokenizer(template: str | None):
+    made = AutoTokenizer.from_pretrained(ROOT / "grpo/apps/demo_models/wordmath")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = template
+    return made
+
+
+# -- a demonstration as tokens
+
+
+@pytest.mark.parametrize("folder", [ROOT / "grpo/apps/demo_models/wordmath", SMOLLM])
+def test_a_demonstration_has_the_tokens_of_the_chat_template(folder):
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there")
+    real = AutoTokenizer.from_pretrained(folder)
+    renderer, question = TokenizerRenderer(real), Message("user", "How many are 3 * 4?")
+    both = [question.as_dict(), {"role": "assistant", "content": ANSWER}]
+    whole = tuple(real.apply_chat_template(both, tokenize=True, return_dict=False))
+    ours = (*renderer.prompt_ids((question,)), *renderer.answer_ids(Message("assistant", ANSWER)))
+    assert ours == whole[: len(ours)] and ours[-1] == real.eos_token_id
+    assert real.decode(whole[len(ours) :]).strip() == ""  # a line break that the policy would not sample
+
+
+def test_the_end_of_a_message_is_the_templates_or_that_of_a_sequence():
+    def said(template: str | None, text: str = ANSWER) -> str:
+        made = tokenizer(template)
+        return made.decode(TokenizerRenderer(made).answer_ids(Message("assistant", text)))
+
+    assert said(CHATML) == ANSWER + "<|im_end|>"
+    assert said(None) == ANSWER + "<|end|>"
+    thinks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    assert said(thinks, f"<think>\nI see.\n</think>\n{ANSWER}") == f"I see.\n</think>\n{ANSWER}<|im_end|>"
+    assert said(thinks, f"I see.\n</think>\n{ANSWER}") == f"I see.\n</think>\n{ANSWER}<|im_end|>"
+
+
+def test_a_conversation_gives_its_last_messages():
+    class Talks:
+        def demonstration(self, example):
+            return example["talk"]
+
+    def of(*roles: str) -> list[str]:
+        talk = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
+        return [message.content for message in demonstration_of(Talks(), {"talk": talk})]
+
+    assert of("system", "user", "assistant") == ["2"]
+    assert of("user", "assistant", "user", "assistant", "tool", "assistant") == ["3", "4", "5"]
+    assert of("user", "assistant", "user") == []
+    assert demonstration_of(Talks(), {"talk": " "}) == demonstration_of(object(), {}) == []
+
+
+def test_demonstrations_of_tasks_are_right():
+    tasks = [TASK]
+    if REAL_DATA.is_dir():
+        path, rows = str(REAL_DATA / "gsm8k_train_1000.jsonl"), {"held_out": {"test": 0.1}, "train_limit": 100}
+        tasks += [GSM8K(path, prompt=form, config=None, **rows) for form in ("chat", "one_shot")]
+        assert demonstration_of(tasks[2], tasks[2].examples("train")[0])[0].content[0] == " "  # after "Answer:"
+    mixed = Mixture({f"{i}": {"task": task} for i, task in enumerate(tasks)})
+    for task in (*tasks, mixed):
+        for example in (task.examples("train")[i] for i in range(8)):
+            [answer] = demonstration_of(task, example)
+            trajectory = Trajectory((Step(State((Message("user", "?"),)), Action(answer)),))
+            [reward] = score_group(task, example, [trajectory], [])
+            assert reward.correct and "<<" not in answer.content
+
+
+# -- in place of samples
+
+
+def test_they_are_played_and_graded_as_any_answer(parts):
+    groups = demonstrated(parts)
+    for example, [sample] in zip(TASK.examples("train")[:3], groups, strict=True):
+        [turn] = sample.turns
+        assert sample.reward.correct and not sample.trajectory.truncated
+        assert sample.trajectory.answer == example["solution"]
+        assert turn.completion.ids == parts[1].answer_ids(Message("assistant", example["solution"]))
+        assert turn.completion.temperature == 1 and not any(turn.completion.logprobs)
+
+
+def test_long_ones_are_left_out_and_counted_once(parts, caplog):
+    three = [TASK.examples("train")[i] for i in range(3)]
+    lengths = [len(parts[1].answer_ids(demonstration_of(TASK, example)[0])) for example in three]
+    most, selection = max(lengths) - 1, Demonstrations()
+    for _ in range(2):
+        groups = selection.play(TASK, three, 1, *parts, Sampling(most), seed, Limits())
+        assert [len(group) for group in groups] == [int(length <= most) for length in lengths]
+    count = sum(length > most for length in lengths)
+    said = [record.getMessage() for record in caplog.records if "no demonstration" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith(f"{count} of 3 examples of a rollout")
+    with pytest.raises(UserError, match="3 of 3 examples"):
+        demonstrated(parts, most=2)
+
+
+def test_calls_of_tools_are_played_for_real(toy):
+    folder = ROOT / "grpo/apps/demo_models/calculator"
+    task, renderer = Calculator(train_size=4, test_size=4), TokenizerRenderer(AutoTokenizer.from_pretrained(folder))
+
+    class Nothing:
+        context = None
+
+        def sample(self, *_):
+            raise AssertionError("a demonstration needs no engine")
+
+    for [sample] in demonstrated((Nothing(), renderer), task):
+        calls = [turn for step in sample.trajectory.steps for turn in step.action.message.tool_calls]
+        assert len(calls) == len(sample.turns) - 1 and sample.reward.correct
+
+
+def test_loss_and_gradient_of_sft(toy_model, parts):
+    """The mean over all tokens of the answers, whatever the lengths, microbatches and layout."""
+    groups = demonstrated(parts)
+    expected = []
+    toy_model.zero_grad()
+    for [sample] in groups:
+        [turn] = sample.turns
+        ids = torch.tensor([turn.ids])
+        logprobs = toy_model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected.append(-logprobs[len(turn.prompt_ids) - 1 :])
+    loss = torch.cat(expected).mean()
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in toy_model.parameters()])
+    of = {"imitation": Imitation(sampled=1.0), "policy_coef": 0.0, "teacher": Teacher()}
+    for settings in ({}, {"max_tokens_per_microbatch": 40}, {"layout": "padded"}, {"layout": "packed"}):
+        module = taught(toy_model, parts, **of, **settings)
+        got, metrics = moved(toy_model, module, batch(groups))
+        assert metrics["imitation/loss"] == pytest.approx(loss.item(), abs=1e-6)
+        torch.testing.assert_close(got, gradient, atol=1e-6, rtol=0)
+        assert "rollout/logprob_gap" not in metrics  # nobody sampled these tokens
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="no trl")
+def test_loss_and_gradient_are_those_of_trl(toy, toy_model, parts, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    groups = demonstrated(parts)
+    talks = [
+        {"prompt": [{"role": "user", "content": s.example["question"]}],
+         "completion": [{"role": "assistant", "content": s.example["solution"]}]}
+        for [s] in groups
+    ]  # fmt: skip
+    settings = SFTConfig(
+        str(tmp_path), per_device_train_batch_size=3, use_cpu=True, bf16=False, gradient_checkpointing=False,
+        report_to="none", disable_tqdm=True, completion_only_loss=True, max_length=None, loss_type="nll",
+    )  # fmt: skip
+    of_toy = AutoTokenizer.from_pretrained(toy)
+    trainer = SFTTrainer(toy_model, settings, train_dataset=Dataset.from_list(talks), processing_class=of_toy)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    assert int((inputs["labels"] != -100).sum()) == sum(sample.length for [sample] in groups)
+    toy_model.zero_grad()
+    theirs = trainer.compute_loss(toy_model, inputs)
+    theirs.backward()
+    gradient = torch.cat([p.grad.flatten() for p in toy_model.parameters()])
+    module = taught(toy_model, parts, Teacher(), imitation=Imitation(sampled=1.0), policy_coef=0.0)
+    ours, metrics = moved(toy_model, module, batch(groups))
+    assert metrics["imitation/loss"] == pytest.approx(theirs.item(), abs=1e-6)
+    torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=0)
+
+
+# -- beside the samples
+
+
+def test_rows_beside_the_samples_leave_the_policys_gradient(toy_model, parts):
+    groups = sampled(parts)
+    alone, _ = moved(toy_model, taught(toy_model, parts, Teacher()), batch(groups, SIGNAL))
+
+    def with_rows(weight: float, **settings) -> torch.Tensor:
+        module = taught(toy_model, parts, imitation=Imitation(given=weight), **settings)
+        return moved(toy_model, module, batch(groups, SIGNAL))[0]
+
+    only = with_rows(1.0, policy_coef=0.0)
+    assert float(only.norm()) > 0.1
+    torch.testing.assert_close(with_rows(1.0) - only, alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(with_rows(0.0), alone, atol=1e-7, rtol=0)
+    torch.testing.assert_close(with_rows(2.0, policy_coef=0.0), 2 * only, atol=1e-6, rtol=0)
+    torch.testing.assert_close(with_rows(1.0, max_tokens_per_microbatch=40), with_rows(1.0), atol=1e-6, rtol=0)
+    as_sft = taught(toy_model, parts, Teacher(), imitation=Imitation(sampled=1.0), policy_coef=0.0)
+    torch.testing.assert_close(only, moved(toy_model, as_sft, batch(demonstrated(parts)))[0], atol=1e-6, rtol=0)
+
+
+def test_the_fields_of_the_rows_beside(toy_model, parts):
+    rollout = batch(sampled(parts), SIGNAL)
+    module = taught(toy_model, parts, imitation=Imitation(given=0.5))
+    tokens, given = Given().extended(rollout.tokens, rollout, module.rollouts)
+    plain, of = collate(demonstrated(parts)), slice(6, 9)
+    assert len(tokens) == 9 and tokens.sample.tolist() == [0, 1, 2, 3, 4, 5, 0, 2, 4]
+    assert tokens.rows(of).sequences() == plain.sequences()  # the demonstrations, after the very prompts
+    assert tokens.rows(slice(0, 6)).sequences() == rollout.tokens.sequences()
+    assert not tokens.mask[of].any() and not given[:6].any() and int(given.sum()) == int(plain.mask.sum())
+    assert (tokens.turn[of] == -1).all() and tokens.given[of].isnan().all() and not tokens.fresh[of].any()
+    batch_of = module.assigned(rollout)
+    assert torch.equal(batch_of.imitation, 0.5 * given) and (batch_of.temperature[given] == 1).all()
+    assert not batch_of.temperature[:6].any()  # the run's
+
+
+# -- by source
+
+
+def test_parts_by_source(toy_model, parts):
+    """Source a learns from rewards, source b from its samples alone: the gradients of two runs, each with its own denominator."""
+    groups = sampled(parts)
+    named = [
+        [replace(s, example={**s.example, "source": name}) for s in group]
+        for name, group in zip("aba", groups, strict=True)
+    ]
+    by = {"a": {"imitation": 0}, "b": {"policy": 0, "imitation": 2}}
+    both = taught(toy_model, parts, Teacher(), imitation=Imitation(sampled=1.0), by_source=by)
+    got, _ = moved(toy_model, both, batch(named, SIGNAL))
+    policy, _ = moved(toy_model, taught(toy_model, parts, Teacher()), batch([groups[0], groups[2]], SIGNAL[[0, 2]]))
+    imitate = taught(toy_model, parts, Teacher(), imitation=Imitation(sampled=1.0), policy_coef=0.0)
+    imitation, _ = moved(toy_model, imitate, batch([groups[1]], SIGNAL[:1]))
+    torch.testing.assert_close(got, policy + 2 * imitation, atol=1e-6, rtol=0)
+
+
+def test_mistakes_are_one_line(tmp_path):
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "b": "x"}\n{"prompt": "2?", "b": "y"}\n')
+    task = f"task=jsonl task.path={rows} task.rewards=format output_dir={tmp_path}".split()
+    assert "no demonstration to learn from" in told("algo=sft", *task)
+    assert "no demonstration to learn from" in told("teacher=rows", "algo.imitation.given=1", *task)
+    assert "algo.imitation.given=0" in told("teacher=rows", *task)
+    assert "no demonstration to learn from" in told("algo=sft", *task, "task.demonstration=c")
+    line = told("teacher=tokens", "algo.by_source={gsm8k: {policy: 0}}", f"output_dir={tmp_path}")
+    assert "'gsm8k'" in line and "source" in line
+    assert "policy" in told("teacher=tokens", "algo.by_source={gsm8k: {reward: 0}}", f"output_dir={tmp_path}")
+
+
+@pytest.mark.slow
+def test_sft_on_the_demo_raises_accuracy_and_resumes_as_it_was(tmp_path):
+    """A stopped and resumed run has the weights of an uninterrupted one, bit by bit."""
+
+    def run(name: str, *more: str) -> None:
+        words = (
+            f"algo=sft preflight=off forecast=false logger=csv callbacks=[checkpoint] hydra.run.dir={tmp_path / name}"
+        )
+        words += " rollout.prompts=32 rollout.num_rollouts=16 eval.every=16 eval.limit=60 callbacks.checkpoint.every=8"
+        done = command("train.py", *words.split(), *more)
+        assert done.returncode == 0, done.stderr
+
+    run("whole")
+    run("rest", f"ckpt_path={tmp_path}/whole/checkpoints/00008.ckpt")
+    one, two = (state(tmp_path / name)["state_dict"] for name in ("whole", "rest"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path / "whole") if "eval/accuracy" in row)
+    assert last > first + 0.3
