@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.critic import states_before
-from grpo.models.divergence import Distributions, Predicted, with_own_head
+from grpo.models.divergence import Distributions, Predicted, own_head
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
@@ -137,9 +137,9 @@ class Teacher:
 
 
 def distributions_of(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
-    """Return what a model predicts at each token of the mask. copied: it needs its own head, see `with_own_head`."""
+    """Return the predictions of a model at each token of the mask. copied: it needs its own head, see `own_head`."""
     states = states_before(model.get_decoder(), batch, layout, kernel)
-    return Distributions(with_own_head(model) if copied else model, states)
+    return Distributions(model, states, own_head(model) if copied else None)
 
 
 class Start(Teacher):
