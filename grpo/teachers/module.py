@@ -24,11 +24,14 @@ from grpo.system import distributed
 from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
 from grpo.teachers.kinds import Teacher
+from grpo.teachers.observed import observed
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import Optimization
+
+FROZEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs")  # on the policy's own tokens
 
 
 class Taught(GRPOModule):
@@ -54,6 +57,7 @@ class Taught(GRPOModule):
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
+        self.found = Means()  # messages of the environment, in this rollout
 
     @property
     def rollouts(self) -> Rollouts:
@@ -70,8 +74,9 @@ class Taught(GRPOModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
+        self.found = Means()
         batch.tokens = self.assigned(batch)
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) | self.found.result()
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
@@ -95,7 +100,10 @@ class Taught(GRPOModule):
 
     def observed(self, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
         """Return which tokens the environment wrote after the policy's first one, [B, C]."""
-        return tokens.attention_mask[:, tokens.prompt_width :].bool() & ~tokens.mask & (tokens.mask.cumsum(1) > 0)
+        size = batch.scores.rewards.shape[1]
+        mask, found, every = observed(tokens, batch.groups, size, self.rollouts.renderer)
+        self.found.add("imitation/found", found, every)
+        return mask
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
         """Add what stays fixed while the policy changes, the teacher's log-probabilities among it."""
@@ -187,6 +195,10 @@ class Taught(GRPOModule):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a microbatch, and numbers to log, [B, C] each."""
         teaching, old = self.algorithm.teacher, self.algorithm.old_logprobs(microbatch)
+        if self.beyond:  # finite in the policy's part, where a text has the weight 0
+            names = [name for name in FROZEN if getattr(microbatch, name) is not None]
+            text = {name: torch.where(microbatch.mask, getattr(microbatch, name), logprobs.detach()) for name in names}
+            microbatch = replace(microbatch, **text)
         if microbatch.teaching is not None:
             D = self.divergence if teaching.of_distributions else teaching.of_sampled(logprobs, old, microbatch)
             microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))

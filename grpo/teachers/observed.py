@@ -1,0 +1,107 @@
+"""Which tokens between the policy's turns are words of the environment. The template's own tokens are not: marks of roles, ends of
+turns, the prompt of the next turn (ECHO, arXiv 2605.24517).
+The template itself says where they are: it writes the conversation again, with a mark in place of each message's text.
+"""
+
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from grpo.env.renderer import TokenizerRenderer
+from grpo.env.types import State, Step
+from grpo.objectives.batch import TokenBatch
+from grpo.rollout.types import Group
+
+ROLES = ("tool", "user")  # a message that the environment writes in the policy's name is no observation
+MARK, MARKS = "[=[{}]=]", r"\[=\[(\d+)\]=\]"  # a text that no template changes
+
+
+def observed(
+    tokens: TokenBatch, groups: Sequence[Group], size: int, renderer: TokenizerRenderer
+) -> tuple[Tensor, int, int]:
+    """Return which tokens are words of a message after the policy's first one, [B, C] bool; how many messages were found; and how
+    many there were. groups: of the whole rollout; size: G, the samples of its largest group.
+
+    A message is found if its text is in the tokens as it is, without the spaces at its ends, or as JSON, and if they go on from
+    the policy's turn before it. A token that is partly the template's is left out.
+    """
+    mask, found = torch.zeros(tokens.mask.shape, dtype=torch.bool), 0
+    places = tokens.sample.tolist()
+    samples = {place: sample for i, group in enumerate(groups) for place, sample in enumerate(group, i * size)}
+    for row, (place, turns) in enumerate(zip(places, tokens.turn.tolist(), strict=True)):
+        for before, after, start, end in gaps(turns):
+            steps = samples[place].trajectory.steps
+            ids = samples[place].turns[after].prompt_ids[start - end :]
+            for body in bodies(ids, steps[after].state, said(steps[before], steps[after]), renderer):
+                mask[row, start + body.start : start + body.stop] = True
+                found += 1
+    of_rank = [samples[place].trajectory.steps for place in {*places} & samples.keys()]
+    every = sum(max(1, len(said(*pair))) for steps in of_rank for pair in pairwise(steps))
+    return mask.to(tokens.mask.device), found, every
+
+
+def gaps(turns: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (turn before, turn after, start, end) of the tokens between two turns. turns: of a row, [C], -1 for none."""
+    runs = [(turn, [*places]) for turn, places in groupby(range(len(turns)), turns.__getitem__)]
+    for (before, _), (gap, places), (after, _) in zip(runs, runs[1:], runs[2:], strict=False):
+        if gap < 0:
+            yield before, after, places[0], places[-1] + 1
+
+
+def said(before: Step, after: Step) -> list[int]:
+    """Return the places of the environment's messages between two steps, in the conversation of the second."""
+    messages, first = after.state.messages, len(before.state.messages) + 1
+    return [i for i in range(first, len(messages)) if messages[i].role in ROLES]
+
+
+def bodies(ids: Sequence[int], state: State, places: Sequence[int], renderer: TokenizerRenderer) -> Iterator[range]:
+    """Yield the places of each message's tokens among `ids`, the end of the prompt of a state, from the last message on. places:
+    of the messages in the state."""
+    if not places:
+        return
+    marked = [replace(m, content=MARK.format(i)) if i in places else m for i, m in enumerate(state.messages)]
+    text, end, n = decoded(renderer, ids), 0, len(ids)
+    *pieces, last = re.split(
+        MARKS, next(iter(renderer.texts(marked, state.tools)))[0]
+    )  # text, place, text, place, text
+    end = len(text) - len(last)
+    for before, place in reversed([*zip(pieces[::2], pieces[1::2], strict=True)]):
+        start = (
+            begin(text[:end], before, state.messages[int(place)].content)
+            if text.endswith(last, 0, end + len(last))
+            else None
+        )
+        if start is None:
+            return  # what is before it cannot be found, too
+        inside = bisect_left(range(n), start, key=lambda i: whole(renderer, ids[:i], text)[0])
+        yield range(
+            inside, max(inside, bisect_right(range(n), end, key=lambda i: whole(renderer, ids[: i + 1], text)[1]))
+        )
+        end, last = start - len(before), before
+
+
+def begin(text: str, before: str, content: str) -> int | None:
+    """Return where a message begins that ends a text; None if it is not there. before: what the template writes before it."""
+    for body in (content, content.strip(), content.rstrip(), content.lstrip()):
+        for form in (body, json.dumps(body, ensure_ascii=False)[1:-1]):
+            start = len(text) - len(form)
+            if text.endswith(form) and (text.endswith(before, 0, start) or before.endswith(text[:start])):
+                return start
+    return None
+
+
+def whole(renderer: TokenizerRenderer, ids: Sequence[int], text: str) -> tuple[int, int]:
+    """Return how many characters of the text these first tokens of it complete, and how many they begin."""
+    start = decoded(renderer, ids)
+    complete = len(start if text.startswith(start) else start.rstrip("\ufffd"))  # a part of a character
+    return complete, complete + (len(start) > complete)
+
+
+def decoded(renderer: TokenizerRenderer, ids: Sequence[int]) -> str:
+    return renderer.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
