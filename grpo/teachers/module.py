@@ -58,6 +58,7 @@ class Taught(GRPOModule):
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
         self.found = Means()  # messages of the environment, in this rollout
+        self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
 
     @property
     def rollouts(self) -> Rollouts:
@@ -76,13 +77,16 @@ class Taught(GRPOModule):
         """Give every token its weight in each part, then learn from the rollout."""
         self.found = Means()
         batch.tokens = self.assigned(batch)
-        return super().training_step(batch, batch_idx) | self.found.result()
+        metrics = super().training_step(batch, batch_idx) | self.found.result()
+        batch.tokens = replace(batch.tokens, divergence=self.seen if self.algorithm.teacher.coef else None)
+        return metrics
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
         of, teaching = self.algorithm.imitation, self.algorithm.teacher
         tokens, given = self.teacher.extended(batch.tokens, batch, self.rollouts)
         tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device))
+        self.seen = torch.full_like(tokens.rollout_logprobs, torch.nan)
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
@@ -202,7 +206,9 @@ class Taught(GRPOModule):
         if microbatch.teaching is not None:
             D = self.divergence if teaching.of_distributions else teaching.of_sampled(logprobs, old, microbatch)
             microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
-            self.parts.add_tokens("teacher/divergence", D.detach(), microbatch.teaching > 0)
+            taught = microbatch.teaching > 0
+            self.parts.add_tokens("teacher/divergence", D.detach(), taught)
+            self.seen[microbatch.row, : D.shape[1]] = D.detach().where(taught, torch.nan)
         if microbatch.imitation is not None:
             self.parts.add_tokens("imitation/loss", -logprobs.detach(), microbatch.imitation > 0)
         return super().loss_of(logprobs, entropy, microbatch, alpha)

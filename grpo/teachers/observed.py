@@ -1,13 +1,15 @@
-"""Which tokens between the policy's turns are words of the environment. The template's own tokens are not: marks of roles, ends of
-turns, the prompt of the next turn (ECHO, arXiv 2605.24517).
+"""Which tokens between the policy's turns are words of the environment (ECHO, arXiv 2605.24517). Those of the template are not:
+marks of roles, ends of turns, the prompt of the next turn.
+
 The template itself says where they are: it writes the conversation again, with a mark in place of each message's text.
 """
 
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 
 import torch
@@ -61,29 +63,19 @@ def said(before: Step, after: Step) -> list[int]:
 
 
 def bodies(ids: Sequence[int], state: State, places: Sequence[int], renderer: TokenizerRenderer) -> Iterator[range]:
-    """Yield the places of each message's tokens among `ids`, the end of the prompt of a state, from the last message on. places:
-    of the messages in the state."""
-    if not places:
-        return
+    """Yield the places of each message's tokens in `ids`, the end of a state's prompt, the last message first; those before one
+    that is not found are not found either. places: of the messages in the state."""
     marked = [replace(m, content=MARK.format(i)) if i in places else m for i, m in enumerate(state.messages)]
-    text, end, n = decoded(renderer, ids), 0, len(ids)
-    *pieces, last = re.split(
-        MARKS, next(iter(renderer.texts(marked, state.tools)))[0]
-    )  # text, place, text, place, text
-    end = len(text) - len(last)
-    for before, place in reversed([*zip(pieces[::2], pieces[1::2], strict=True)]):
-        start = (
-            begin(text[:end], before, state.messages[int(place)].content)
-            if text.endswith(last, 0, end + len(last))
-            else None
-        )
-        if start is None:
-            return  # what is before it cannot be found, too
-        inside = bisect_left(range(n), start, key=lambda i: whole(renderer, ids[:i], text)[0])
-        yield range(
-            inside, max(inside, bisect_right(range(n), end, key=lambda i: whole(renderer, ids[: i + 1], text)[1]))
-        )
-        end, last = start - len(before), before
+    written, _ = next(iter(renderer.texts(marked, state.tools)))
+    *pieces, last = re.split(MARKS, written)  # what the template writes, a place, what it writes, ...
+    decode = partial(renderer.tokenizer.decode, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
+    text = decode(ids)
+    end = len(text) - len(last) if text.endswith(last) else 0
+    for before, place in reversed([*zip(pieces[::2], map(int, pieces[1::2]), strict=True)]):
+        if (start := begin(text[:end], before, state.messages[place].content)) is None:
+            return
+        yield within(ids, text, start, end, decode)
+        end = start - len(before)
 
 
 def begin(text: str, before: str, content: str) -> int | None:
@@ -96,12 +88,13 @@ def begin(text: str, before: str, content: str) -> int | None:
     return None
 
 
-def whole(renderer: TokenizerRenderer, ids: Sequence[int], text: str) -> tuple[int, int]:
-    """Return how many characters of the text these first tokens of it complete, and how many they begin."""
-    start = decoded(renderer, ids)
-    complete = len(start if text.startswith(start) else start.rstrip("\ufffd"))  # a part of a character
-    return complete, complete + (len(start) > complete)
+def within(ids: Sequence[int], text: str, start: int, end: int, decode: Callable[[Sequence[int]], str]) -> range:
+    """Return the places of the tokens that have nothing outside of text[start:end]. text: of all ids."""
 
+    def whole(count: int) -> tuple[int, bool]:  # characters that the first tokens complete; whether they begin one more
+        some = decode(ids[:count])
+        complete = some if text.startswith(some) else some.rstrip("\ufffd")
+        return len(complete), some != complete
 
-def decoded(renderer: TokenizerRenderer, ids: Sequence[int]) -> str:
-    return renderer.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
+    first = bisect_left(range(len(ids)), start, key=lambda i: whole(i)[0])
+    return range(first, max(first, bisect_right(range(len(ids)), end, key=lambda i: sum(whole(i + 1)))))
