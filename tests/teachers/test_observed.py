@@ -10,6 +10,7 @@ import torch
 from conftest import preset
 from helpers.families import FAMILIES, real, spelled
 from helpers.learning import make_module
+from tokenizers import AddedToken
 
 from grpo.apps.demo_model import make_model
 from grpo.env.messages import Message, ToolCall
@@ -91,11 +92,12 @@ CALLS |= {name: family.call + family.end for name, family in FAMILIES.items()}
 
 @pytest.mark.parametrize("name", CALLS)
 def test_answers_of_tools(name):
-    """Several messages between two turns; a template may write them as JSON."""
-    answers = [tool('tool "3"\n{}'), Message("user", "Go on.")]
+    """Several messages between two turns; a template may write them as JSON. Mistral's takes no user after a tool."""
+    answers = [tool('tool "3"\n{}'), Message("user", "Go on.")][: 1 if name == "mistral" else 2]
     renderer = renderer_of(name)
     texts, found, every = words(renderer, sample_of(renderer, (CALLS[name], CALL, answers), ("Three.", TALK, [])))
-    assert texts in (['tool "3"\n{}', "Go on."], ['tool \\"3\\"\\n{}', "Go on."]) and (found, every) == (2, 2)
+    forms = ('tool "3"\n{}', 'tool \\"3\\"\\n{}')
+    assert texts in [[form, "Go on."][: len(answers)] for form in forms] and found == every == len(answers)
 
 
 def test_a_token_across_the_border_is_out():
@@ -104,7 +106,7 @@ def test_a_token_across_the_border_is_out():
     tokenizer = renderer.tokenizer
     sample = sample_of(renderer, ("Hm.<|im_end|>", TALK, [Message("user", "coins")]), ("3", TALK, []))
     assert words(renderer, sample)[0] == ["coins"]
-    tokenizer.add_tokens(["s<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("s<|im_end|>", special=True, normalized=False)])
     first, second = sample.turns
     between = spelled(tokenizer, tokenizer.decode(second.prompt_ids[len(first.ids) :]))
     assert tokenizer.convert_tokens_to_ids("s<|im_end|>") in between
@@ -205,8 +207,13 @@ def test_the_words_are_in_no_metric_of_the_policys_tokens(groups):
 @pytest.mark.parametrize("at_once", [1000, 90])
 def test_the_gradient_is_grpos_and_that_of_the_words_by_hand(groups, layout, at_once):
     """Each word is predicted from all tokens before it: a mask shifted by one, as labels are, has another gradient."""
-    plain, _ = step(make_module(fresh(), layout=layout), groups)
-    echo, heard = step(taught(fresh(), 0.05, layout=layout, max_tokens_per_microbatch=at_once), groups)
+    modules = (
+        make_module(fresh(), layout=layout),
+        taught(fresh(), 0.05, layout=layout, max_tokens_per_microbatch=at_once),
+    )
+    for module in modules:
+        module.temperature = 0.7  # of sampling; what the environment said was not sampled
+    (plain, _), (echo, heard) = (step(module, groups) for module in modules)
     model, tokens = fresh(), collate(groups)
     places = []  # of the words' tokens, found by their texts
     for ids, start in zip(tokens.ids.tolist(), tokens.attention_mask.argmax(1).tolist(), strict=True):
