@@ -48,6 +48,13 @@ def random_batch(algorithm, seed: int = 0) -> tuple[Tensor, TokenBatch]:
     return near(0.2).requires_grad_(), algorithm.choose(batch, generator)
 
 
+def with_parts(algorithm, x: Tensor, batch: TokenBatch) -> TokenBatch:
+    """Add the weights of imitation and of a teacher, whose divergence at each token is x^2."""
+    share = MASK / MASK.sum().double()
+    batch = replace(batch, imitation=share if algorithm.imitation.active else None)
+    return replace(batch, teaching=share, divergence=x.square()) if algorithm.teacher.coef else batch
+
+
 FACTORS = {  # the factors of -A log pi behind a stop-gradient: of a token's log-ratio, that of its row, A
     "cispo": lambda token, row, A: token.exp().clamp(max=5.0),
     "topr": lambda token, row, A: torch.where(A > 0, 1.0, row.exp().clamp(max=1.0)),
@@ -74,9 +81,10 @@ def test_gradients_are_those_of_finite_differences(name):
             s = mean.exp()
             beyond = ((batch.advantages > 0) & (s > 1 + 4e-4)) | ((batch.advantages < 0) & (s < 1 - 3e-4))
             return (batch.weights * torch.where(beyond, 0.0, -s * (x - frozen).exp() * batch.advantages)).sum()
-        return algorithm.loss(x, torch.zeros(B, C), batch)[0]
+        return algorithm.loss(x, torch.zeros(B, C), with_parts(algorithm, x, batch))[0]
 
-    gradient = torch.autograd.grad(algorithm.loss(logprobs, torch.zeros(B, C), batch)[0], logprobs)[0]
+    learned = with_parts(algorithm, logprobs, batch)
+    gradient = torch.autograd.grad(algorithm.loss(logprobs, torch.zeros(B, C), learned)[0], logprobs)[0]
     step = 1e-6
     for i, j in MASK.nonzero().tolist():
         change = torch.zeros(B, C, dtype=torch.float64)
