@@ -1,18 +1,21 @@
 """The divergence between two distributions over the vocabulary at each token, with few logits in memory at a time.
 
 Hidden states go through both heads chunk by chunk, and a backward pass makes the logits of a chunk again: no tensor of
-[n, V] is kept. Shapes: n tokens, V vocabulary.
+[n, V] is kept. Shapes: n tokens, c of a chunk, V vocabulary.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once
+from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once, with_parts
 from grpo.models.token_scores import divided, temperature_at
+
+TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alone holds two of its larger chunks
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,31 @@ class Distributions:
     model: nn.Module
     states: Tensor
 
-    def logprobs(self, at: slice, temperature: float | Tensor, states: Tensor | None = None) -> Tensor:
-        """Return log softmax(logits / temperature) of some tokens, [c, V] float32. states: in place of these, [c, hidden]."""
-        model, states = self.model, self.states[at] if states is None else states
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
-        head, factor = model.get_output_embeddings(), factor_of(model, states.shape[1])
-        logits = head(states) * factor if factor else after_the_decoder(model, states)
-        return divided(logits.float(), temperature_at(temperature, at)).log_softmax(-1)
+    @property
+    def width(self) -> int:
+        """V, with the padding of the model's vocabulary."""
+        return without_adapter(self.model).get_output_embeddings().out_features
+
+    def logprobs(self, at: slice, temperature: float | Tensor, width: int, states: Tensor | None = None) -> Tensor:
+        """Return log softmax(logits / temperature) of c tokens over the first `width` entries, [c, width] float32. What the model
+        excludes has -1e4. temperature: a number, or one for each of them, [c]. states: in place of these, [c, hidden]."""
+        model, states = without_adapter(self.model), self.states[at] if states is None else states
+        plain = factor_of(model, states.shape[1]) == 1
+        logits = model.get_output_embeddings()(states) if plain else after_the_decoder(model, states)
+        return divided(logits[:, :width].float(), temperature).log_softmax(-1).clamp(min=-1e4)
+
+
+def without_adapter(model: nn.Module) -> nn.Module:
+    """Return the model, whose layers have the adapter's weights, in place of the adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def with_own_head(model: nn.Module) -> nn.Module:
+    """Return the model with a copy of its head: a policy that was a teacher for a moment gets its own weights back, and the
+    teacher is asked again in the backward pass."""
+    model = without_adapter(model)
+    head = model.get_output_embeddings()
+    return with_parts(model, {head: deepcopy(head).requires_grad_(False)})
 
 
 def divergences(
@@ -40,19 +61,21 @@ def divergences(
 ) -> Tensor:
     """Return function(student's log-probabilities [c, V], teacher's [c, V], targets [c]) of all n tokens, [n] float32.
 
-    The gradient goes to the student. If the vocabularies differ in padding, the shorter one counts.
+    The log-probabilities are finite. The gradient goes to the student. Padding of the larger vocabulary is cut off before the
+    softmax.
     """
-    size = max(1, logits_at_once(targets.device.type) // student.model.config.get_text_config().vocab_size)
+    width = min(student.width, teacher.width)
+    size = max(1, logits_at_once(targets.device.type) // (TENSORS * width))
 
     def of_chunk(states: Tensor, at: slice) -> Tensor:
-        ours = student.logprobs(at, temperature, states)
+        heat = temperature_at(temperature, at)
+        ours = student.logprobs(at, heat, width, states)
         with torch.no_grad():
-            theirs = teacher.logprobs(at, temperature)
-        both = min(ours.shape[-1], theirs.shape[-1])
-        return function(ours[:, :both], theirs[:, :both], targets[at])
+            theirs = teacher.logprobs(at, heat, width)
+        return function(ours, theirs, targets[at])
 
     chunks = [
         checkpoint(of_chunk, student.states[at], at, use_reentrant=False, preserve_rng_state=False)
-        for at in chunks_of(len(targets), size)
+        for at in chunks_of(max(1, len(targets)), size)  # without a token, too: the head needs a gradient on every rank
     ]
-    return torch.cat(chunks) if chunks else targets.new_zeros(0, dtype=torch.float32)
+    return torch.cat(chunks)

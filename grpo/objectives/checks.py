@@ -8,6 +8,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import OF_TOKENS, call, named, parameters
 from grpo.objectives.axes import clip_bounds, kl_in_reward
 from grpo.objectives.loss import policy_log_ratio, token_weights
+from grpo.objectives.teaching import Teaching
 from grpo.objectives.trial import even_batch, random_batch, tried
 from grpo.system.errors import UserError
 from grpo.system.output.words import plural
@@ -55,6 +57,7 @@ def check_rollout(a: Algorithm, prompts: int, group_size: int, ahead: int, criti
 def check_functions(a: Algorithm, prompts: int, group_size: int) -> None:
     """Raises UserError for a function that raises, returns no finite tensor of the right shape, or leaves nothing to learn."""
     check_advantage(a, prompts, group_size)
+    check_divergence(a.teacher)
     logprobs, batch = random_batch()
     if callable(a.level):
         level = partial(policy_log_ratio, logprobs, batch.old_logprobs, batch.mask, a.level)
@@ -96,6 +99,20 @@ def check_advantage(a: Algorithm, prompts: int, group_size: int) -> None:
     if group_size == 1 and not advantages.any():
         fix = "at least 2 are needed (algo=reinforce_pp takes 1)"
         raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {fix}")
+
+
+def check_divergence(teaching: Teaching) -> None:
+    """Raises UserError for a divergence that fails on random distributions, or whose gradient does not depend on the teacher."""
+    name, gradients = named("teacher.divergence", teaching.divergence), []
+    for seed in (1, 2) if teaching.coef else ():
+        (z, batch), judged = random_batch(), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        batch = replace(batch, teaching=torch.ones(2, 3), teacher_logprobs=judged[:, 0].sigmoid().log().view(2, 3))
+        whole = (z.view(6, 1) * torch.arange(4)).log_softmax(-1), judged.log_softmax(-1), torch.arange(6) % 4
+        values = tried(name, partial(teaching.on_trial, z, batch, whole), (6,) if teaching.of_distributions else (2, 3))
+        gradients += torch.autograd.grad(values.sum(), z) if values.requires_grad else [torch.zeros(())]
+    if gradients and torch.allclose(*gradients):
+        line = "has the same gradient for every teacher: log policy - log teacher is an advantage, as in `sampled`, and no loss"
+        raise UserError(f"{name} {line}")
 
 
 def check_age(a: Algorithm, cause: str) -> None:

@@ -295,3 +295,62 @@ def test_trl_s_trainer_and_our_module_make_the_same_steps(toy, tmp_path, monkeyp
         assert max(float((now - theirs).abs().max()) for now, _, theirs in pairs) < 1e-6
         assert max(float((theirs - before).abs().max()) for _, before, theirs in pairs) > 1e-4  # it moved
     assert len(groups) == 4
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_divergences_are_trls(beta, temperature):
+    """Of a capped teacher to a scaled student, with their gradients: TRL's stable trainer, in chunks, and its GKD."""
+    from helpers.models import model_of
+    from trl.experimental.gkd import GKDTrainer
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    from grpo.models.divergence import Distributions, divergences
+    from grpo.objectives.teaching import Teaching
+
+    generator = torch.Generator().manual_seed(0)
+    models = model_of("granite"), model_of("gemma3")  # logits / 8; a cap of 2
+    states = [torch.randn(2, 7, 128, generator=generator) for _ in models]
+    mask = torch.arange(7) < torch.tensor([[7], [4]])
+    student = states[0].requires_grad_()
+    heads = [model.get_output_embeddings().weight for model in models]
+
+    name = {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd")
+    for each in {name, "jsd"}:
+        teaching = Teaching(1.0, each, beta=beta)
+        pair = Distributions(models[0], student[mask]), Distributions(models[1], states[1][mask])
+        mine = divergences(*pair, torch.arange(11), temperature, teaching.of_words).mean()
+        theirs, _, _ = _chunked_divergence_loss(
+            student, states[1], *heads, mask, beta, student_logit_scale=1 / 8, teacher_final_logit_softcapping=2.0,
+            temperature=temperature,
+        )  # fmt: skip
+        logits = student @ heads[0].T / 8, 2 * (states[1] @ heads[1].T / 2).tanh()
+        labels = torch.where(mask, 0, -100)
+        gkd = GKDTrainer.generalized_jsd_loss(*logits, labels=labels, beta=beta, temperature=temperature)
+        gradients = [torch.autograd.grad(loss, [student, heads[0]]) for loss in (mine, theirs, gkd)]
+        assert mine > 0.01 and gradients[0][0].abs().max() > 1e-3
+        for loss, of_peer in zip((theirs, gkd), gradients[1:], strict=True):
+            torch.testing.assert_close(mine, loss, atol=1e-6, rtol=0)
+            for ours_, peer_ in zip(gradients[0], of_peer, strict=True):
+                torch.testing.assert_close(ours_, peer_, atol=1e-6, rtol=0)
+
+
+def test_iw_opd_is_trls():
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    from grpo.objectives.distillation import iw_opd
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 7, generator=generator, requires_grad=True)
+    ids, mask = torch.randint(7, (3, 5), generator=generator), torch.arange(5) < torch.tensor([[5], [3], [1]])
+    teacher, rollout = -torch.rand(2, 3, 5, generator=generator)
+    trl = object.__new__(IWOPDTrainer)
+    given = {"temperature": 0.8, "iw_opd_epsilon": 1e-8, "iw_opd_gamma": 0.5, "model": SimpleNamespace(training=True)}
+    for name, value in (given | {"_metrics": {"train": defaultdict(list)}}).items():
+        object.__setattr__(trl, name, value)
+    theirs = trl._compute_iw_opd_loss(logits, ids, torch.where(mask, ids, -100), teacher, rollout)
+    own = (logits / 0.8).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    mine = (iw_opd(own, teacher, rollout, mask) * mask).sum() / mask.sum()
+    one, two = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (mine, theirs))
+    assert one.abs().max() > 1e-2
+    torch.testing.assert_close(one, two, atol=1e-6, rtol=0)

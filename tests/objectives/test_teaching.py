@@ -1,9 +1,15 @@
 """Divergences to a teacher, on one token of two words: S = (1/2, 1/2), T = (3/4, 1/4). The numbers were worked by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from conftest import preset
 
+from grpo.objectives.distillation import iw_opd, topd, vopd
 from grpo.objectives.teaching import Teaching, coarse, forward, jsd, reverse, sampled
+from grpo.objectives.trial import random_batch
+from grpo.system.errors import UserError
 
 TEACHER = torch.tensor([0.75, 0.25]).log()
 
@@ -42,3 +48,130 @@ def test_few_entries_and_a_tail():
     assert of(2, False) == pytest.approx(0.03810, abs=1e-5)
     assert of(1, False) == 0
     assert coarse(student, torch.tensor([[0]]), True).exp()[0].tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_traps_of_the_sampled_divergence():
+    """Without its detachment it has no gradient. k3 descends forward as a loss, and reverse minus forward as a reward."""
+
+    def expected(of_token):
+        return gradient(lambda s: sum(0.5 * of_token(s[y], TEACHER[y]) for y in (0, 1)))
+
+    def k3(s, t):
+        return (t - s).exp() - (t - s) - 1
+
+    assert expected(lambda s, t: s - t) == pytest.approx((0, 0), abs=1e-6)
+    assert expected(k3) == pytest.approx((-0.25, 0.25), abs=1e-5)
+    assert gradient(lambda s: forward(s, TEACHER)) == pytest.approx((-0.25, 0.25), abs=1e-5)
+    as_reward = expected(lambda s, t: sampled(s, s.detach() - k3(s, t).detach(), (s - s.detach()).exp()))
+    assert as_reward == pytest.approx((-0.02465, 0.02465), abs=1e-5)
+
+
+def test_the_ends_of_jsd_are_no_limits():
+    student, ends = torch.tensor([0.5, 0.5]).log(), {0.0: forward, 1.0: reverse}
+    for beta, end in ends.items():
+        assert jsd(student, TEACHER, beta) == end(student, TEACHER)
+    assert jsd(student, TEACHER, 0.001).item() == pytest.approx(0.001 * 0.13081, rel=0.01)
+
+
+def test_iw_opd_weighs_early_tokens_more():
+    """a = (1, -1, 2) of 4 in all: the sums before are 0, 1 and 2, the factors 1.5, 1.375 and 1.25. A fourth token is padding."""
+    a, mask = torch.tensor([[1.0, -1.0, 2.0, 9.0]]), torch.tensor([[True, True, True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0, 0.0]], requires_grad=True)
+    loss = iw_opd(logprobs, a - 1, torch.full((1, 4), -1.0), mask)
+    assert loss.tolist() == [[-1.5, 1.375, -2.5, 0.0]]
+    (found,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert found.tolist() == [[-1.5, 1.375, -2.5, 0.0]]  # of -A log S
+    assert iw_opd(logprobs, a - 1, torch.full((1, 4), -1.0), mask, gamma=0.0)[0, :3].tolist() == [-1, 1, -2]
+
+
+def test_vopd_has_no_variance_where_there_are_two_words():
+    """A = log T - log S + KL is (.5493, -.5493); each word alone gives the exact gradient of the reverse divergence."""
+    for word, A in ((0, 0.5493), (1, -0.5493)):
+
+        def of_word(s, word=word):
+            return vopd(s[None], TEACHER[None], s[None, word], TEACHER[None, word])[0]
+
+        own = torch.tensor([0.5, 0.5]).log().requires_grad_()
+        value = of_word(own)
+        assert value.item() == pytest.approx(0.14384, abs=1e-5)
+        assert torch.autograd.grad(value, own)[0][word].item() == pytest.approx(-A, abs=1e-4)
+        assert gradient(of_word) == pytest.approx((-0.27465, 0.27465), abs=1e-5)
+
+
+def test_vopd_knows_its_token_among_a_few_entries():
+    """With top_k=1 the sampled word is in the tail of the baseline, and its log-probabilities stay its own."""
+    student, teacher = torch.tensor([[0.5, 0.3, 0.2]]).log().requires_grad_(), torch.tensor([[0.6, 0.1, 0.3]]).log()
+    teaching = Teaching(1.0, vopd, top_k=1)
+    values = teaching.of_words(student, teacher, torch.tensor([2]))
+    baseline = Teaching(1.0, "reverse", top_k=1).of_words(student, teacher, torch.tensor([2])).item()
+    A = torch.tensor(0.3 / 0.2).log().item() + baseline
+    assert values.item() == pytest.approx(baseline)
+    assert torch.autograd.grad(values.sum(), student)[0][0].tolist() == pytest.approx([0, 0, -A], abs=1e-6)
+
+
+def test_topd_by_hand():
+    """T / S is 3/2 and 1/2: rewards ln 1.25 and ln .75. Returns: own and the mean of later ones; z-scores in each group."""
+    gain = torch.tensor([[1.5, 0.5, 0.5], [0.5, 1.0, 7.0], [1.5, 1.5, 1.5]]).log()
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    group, up, down = torch.tensor([4, 4, 9]), 0.22314, -0.28768
+    found = topd(gain - 1, torch.full((3, 3), -1.0), mask, group)
+    returns = torch.tensor([up + down, 2 * down, down, down, 0.0])
+    expected = (returns - returns.mean()) / returns.std(correction=0)
+    assert torch.cat([found[0], found[1, :2]]).tolist() == pytest.approx(expected.tolist(), abs=2e-3)
+    assert found[1, 2] == 0
+    alone = torch.tensor([2.0, 2.0, 1.0]) * up
+    assert found[2].tolist() == pytest.approx(((alone - alone.mean()) / alone.std(correction=0)).tolist(), abs=2e-3)
+    floor = topd(torch.tensor([[-90.0, -1.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2), torch.zeros(1).long())
+    assert floor.tolist()[0] == pytest.approx(
+        [-1, 1]
+    )  # the reward of a word that the teacher excludes is log(1 - alpha)
+
+
+def test_advantages_are_made_once_for_a_rollout():
+    """The loss is -rho A, with A from before the update."""
+    teaching, (logprobs, batch) = Teaching(1.0, topd), random_batch()
+    batch = replace(batch, teaching=torch.ones(2, 3), teacher_logprobs=batch.rollout_logprobs - torch.arange(3.0))
+    fixed = teaching.fixed(batch)
+    loss = teaching.of_sampled(logprobs, batch.old_logprobs, fixed)
+    torch.testing.assert_close(loss, (logprobs - batch.old_logprobs).exp() * fixed.divergence)
+    assert not fixed.divergence.requires_grad and Teaching(1.0).fixed(batch) is batch
+
+
+def test_presets_have_their_constants():
+    for name, function, settings in (
+        ("iw_opd", iw_opd, {"gamma": 0.5}), ("vopd", vopd, {}), ("topd", topd, {"alpha": 0.5}),
+    ):  # fmt: skip
+        algorithm = preset(f"algo={name}")
+        assert (algorithm.teacher.divergence.func, algorithm.teacher.divergence.keywords) == (function, settings)
+        assert (algorithm.policy_coef, algorithm.teacher.coef) == (0, 1)
+    assert preset("algo=topd", "algo.teacher.divergence.alpha=0.9").teacher.divergence.keywords["alpha"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("algo=topd algo.teacher.divergence.alpha=1", "divergence.alpha=1 must be a number above 0 and below 1"),
+        ("algo=opd algo.teacher.top_k=4", "algo.teacher.top_k=4, but the divergence compares sampled tokens"),
+        ("algo=gkd algo.teacher.top_k=1 algo.teacher.tail=false", "same gradient for every teacher"),
+        (
+            "algo=opd algo.teacher.divergence={file}:k1",
+            r"teacher.divergence \(k1\) has the same gradient for every teacher",
+        ),
+        (
+            "algo=opd algo.teacher.divergence={file}:lost",
+            r"\(lost\) needs 'rewards'; available are only: logprobs, ratio",
+        ),
+        ("algo=opd algo.teacher.divergence={file}:flat", r"\(flat\) must return a tensor of shape \[6\]"),
+        ("algo=opd algo.teacher.cap=2", "algo.teacher.cap=2, but the divergence has the ratio already"),
+        ("algo=grpo algo.policy_coef=0", "nothing would be learned"),
+    ],
+)
+def test_what_teaches_nothing_is_refused(tmp_path, overrides, line):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def k1(logprobs, teacher_logprobs):\n    return logprobs - teacher_logprobs\n"
+        "def lost(logprobs, rewards):\n    return logprobs\n"
+        "def flat(student, teacher):\n    return (student - teacher).mean()\n"
+    )
+    with pytest.raises(UserError, match=line):
+        preset(*overrides.format(file=file).split())
