@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -33,27 +33,18 @@ def observed(
     A message is found if its text is in the tokens as it is, without the spaces at its ends, or as JSON, and if they go on from
     the policy's turn before it. A token that is partly the template's is left out.
     """
-    mask, found = torch.zeros(tokens.mask.shape, dtype=torch.bool), 0
-    places = tokens.sample.tolist()
-    samples = {place: sample for i, group in enumerate(groups) for place, sample in enumerate(group, i * size)}
-    for row, (place, turns) in enumerate(zip(places, tokens.turn.tolist(), strict=True)):
-        for before, after, start, end in gaps(turns):
-            steps = samples[place].trajectory.steps
-            ids = samples[place].turns[after].prompt_ids[start - end :]
-            for body in bodies(ids, steps[after].state, said(steps[before], steps[after]), renderer):
+    mask, found, every = torch.zeros(tokens.mask.shape, dtype=torch.bool), 0, 0
+    for row, (place, turns) in enumerate(zip(tokens.sample.tolist(), tokens.turn.tolist(), strict=True)):
+        for after in sorted({*turns} - {-1, 0}):
+            sample, end = groups[place // size][place % size], turns.index(after)
+            start = end - len([*takewhile(lambda turn: turn < 0, reversed(turns[:end]))])
+            steps, ids = sample.trajectory.steps, sample.turns[after].prompt_ids
+            places = said(steps[turns[start - 1] if start else after - 1], steps[after])
+            every += max(1, len(places))
+            for body in bodies(ids[len(ids) - end + start :], steps[after].state, places, renderer):
                 mask[row, start + body.start : start + body.stop] = True
                 found += 1
-    of_rank = [samples[place].trajectory.steps for place in {*places} & samples.keys()]
-    every = sum(max(1, len(said(*pair))) for steps in of_rank for pair in pairwise(steps))
     return mask.to(tokens.mask.device), found, every
-
-
-def gaps(turns: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (turn before, turn after, start, end) of the tokens between two turns. turns: of a row, [C], -1 for none."""
-    runs = [(turn, [*places]) for turn, places in groupby(range(len(turns)), turns.__getitem__)]
-    for (before, _), (gap, places), (after, _) in zip(runs, runs[1:], runs[2:], strict=False):
-        if gap < 0:
-            yield before, after, places[0], places[-1] + 1
 
 
 def said(before: Step, after: Step) -> list[int]:
@@ -65,6 +56,8 @@ def said(before: Step, after: Step) -> list[int]:
 def bodies(ids: Sequence[int], state: State, places: Sequence[int], renderer: TokenizerRenderer) -> Iterator[range]:
     """Yield the places of each message's tokens in `ids`, the end of a state's prompt, the last message first; those before one
     that is not found are not found either. places: of the messages in the state."""
+    if not (ids and places):
+        return
     marked = [replace(m, content=MARK.format(i)) if i in places else m for i, m in enumerate(state.messages)]
     written, _ = next(iter(renderer.texts(marked, state.tools)))
     *pieces, last = re.split(MARKS, written)  # what the template writes, a place, what it writes, ...
