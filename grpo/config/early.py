@@ -28,6 +28,7 @@ NEEDED = (  # what train.py builds
     *("adapter", "algo", "callbacks", "engine", "eval", "logger", "model", "module", "optim", "play", "prompt_limit"),
     *("renderer", "rollout", "sampler", "selection", "source", "task", "trainer"),
 )
+MODELS = ("model", "critic.model", "teacher.model")
 # a module with these may have names that it does not spell
 DYNAMIC = {"globals", "exec", "vars", "setattr", "__getattr__"}
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
@@ -41,8 +42,11 @@ def check_early(config: DictConfig) -> None:
     """Raises UserError for the first mistake of a run that can be known without building anything. All values are checked."""
     if lost := [name for name in NEEDED if name not in config]:
         raise UserError(needed(lost[0]))
-    if empty := sorted(key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model."))):
+    if empty := sorted(
+        key for key in OmegaConf.missing_keys(config) if key.startswith(("task.", "model.", "teacher."))
+    ):
         raise UserError(no_value(empty))
+    check_parts(config)
     check_unused(config)
     check_sources(config)
 
@@ -52,13 +56,30 @@ def check_sources(config: DictConfig) -> None:
     task = {} if config.task is None else OmegaConf.to_container(config.task, resolve=True)
     needed = needed_by(task)
     dataset = dataset_of(config, task)
-    lines = [*model_faults(config.model), *([] if config.forecast == "only" else dataset_faults(dataset))]
+    models = [fault for key in MODELS for fault in model_faults(OmegaConf.select(config, key), key)]
+    lines = [*models, *([] if config.forecast == "only" else dataset_faults(dataset))]
     if len(lines) > 1:
         lines.append("where there is a network, python -m grpo.prefetch with these arguments fetches both")
     if lines:
         raise UserError("; ".join(lines))
     if dataset and task["_target_"] == "tasks.jsonl.Jsonl":
         check_columns(task, dataset, needed)
+
+
+def check_parts(config: DictConfig) -> None:
+    """Raises UserError for a part of the loss that has a weight and nothing to learn from, and if no part has a weight."""
+    texts, coef = OmegaConf.select(config, "algo.imitation"), OmegaConf.select(config, "algo.teacher.coef")
+    weighed = [
+        f"algo.imitation.{name}={texts[name]}" for name in ("sampled", "observed", "given") if texts and texts[name]
+    ]
+    if coef and config.get("teacher") is None:
+        line = f"algo.teacher.coef={coef}, but teacher=none"
+        raise UserError(f"{line}: take teacher=model teacher.model.path=FOLDER, or another of --help teacher")
+    if weighed and config.get("teacher") is None:
+        raise UserError(f"{weighed[0]}, but teacher=none: take teacher=tokens, or teacher=rows for demonstrations")
+    if OmegaConf.select(config, "algo.policy_coef") == 0 and not coef and not weighed:
+        line = "algo.policy_coef=0, and no other part of the loss has a weight"
+        raise UserError(f"{line}: raise it, algo.teacher.coef or one of algo.imitation")
 
 
 def check_unused(config: DictConfig) -> None:
@@ -162,16 +183,16 @@ def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
         yield str(not_given(dataset.path, reason))
 
 
-def model_faults(model: DictConfig) -> Iterator[str]:
-    """Yield a line if the model is no folder of this machine and cannot come from the hub."""
-    path = model.path if model._target_ == "grpo.models.pretrained.Pretrained" else None
+def model_faults(model: DictConfig | None, key: str) -> Iterator[str]:
+    """Yield a line if the model is no folder of this machine and cannot come from the hub. key: that of the model."""
+    path = model.path if model is not None and model._target_ == "grpo.models.pretrained.Pretrained" else None
     if not isinstance(path, str) or Path(path).exists():
         return
-    line = f"model.path={path} is neither a local folder nor a model that the hub gives"
+    line = f"{key}.path={path} is neither a local folder nor a model that the hub gives"
     if not HUB_ID.fullmatch(path):
         yield f"{line}: give a folder that exists, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
     elif not in_cache(path, "model") and (reason := no_hub()):
-        yield f"{line} ({reason}): give model.path=FOLDER"
+        yield f"{line} ({reason}): give {key}.path=FOLDER"
 
 
 def folded_name(name: str) -> str:

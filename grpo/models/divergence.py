@@ -4,9 +4,10 @@ Hidden states go through both heads chunk by chunk, and a backward pass makes th
 [n, V] is kept. Shapes: n tokens, c of a chunk, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,17 @@ from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_
 from grpo.models.token_scores import divided, temperature_at
 
 TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alone holds two of its larger chunks
+
+
+class Predicted(Protocol):
+    """Distributions at n tokens. width: V, with the padding of a vocabulary."""
+
+    @property
+    def width(self) -> int: ...
+
+    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
+        """Return the log-probabilities of c of the tokens over the first `width` entries, [c, width] float32. An entry that is
+        excluded has -1e4. temperature: a number, or one for each of them, [c]."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +42,38 @@ class Distributions:
         """V, with the padding of the model's vocabulary."""
         return without_adapter(self.model).get_output_embeddings().out_features
 
-    def logprobs(self, at: slice, temperature: float | Tensor, width: int, states: Tensor | None = None) -> Tensor:
-        """Return log softmax(logits / temperature) of c tokens over the first `width` entries, [c, width] float32. What the model
-        excludes has -1e4. temperature: a number, or one for each of them, [c]. states: in place of these, [c, hidden]."""
+    def logprobs(
+        self, at: slice | Tensor, temperature: float | Tensor, width: int, states: Tensor | None = None
+    ) -> Tensor:
+        """Return log softmax(logits / temperature), as `Predicted`. states: in place of these, [c, hidden]."""
         model, states = without_adapter(self.model), self.states[at] if states is None else states
+        temperature = temperature.to(states.device) if isinstance(temperature, Tensor) else temperature
         plain = factor_of(model, states.shape[1]) == 1
         logits = model.get_output_embeddings()(states) if plain else after_the_decoder(model, states)
         return divided(logits[:, :width].float(), temperature).log_softmax(-1).clamp(min=-1e4)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The distributions of several models, each at tokens of its own. owner: which of the parts has a token, [n]."""
+
+    parts: Sequence[Predicted]
+    owner: Tensor
+
+    @property
+    def width(self) -> int:
+        """The smallest V; the rest is padding."""
+        return min(part.width for part in self.parts)
+
+    def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
+        """As `Predicted`."""
+        owner = self.owner[at]
+        found = torch.zeros(len(owner), width, device=owner.device)
+        for i, part in enumerate(self.parts):
+            mine, number = owner == i, (self.owner == i).cumsum(0) - 1  # of a token among those of its part
+            heat = temperature[mine] if isinstance(temperature, Tensor) else temperature
+            found[mine] = part.logprobs(number[at][mine], heat, width).to(found.device)
+        return found
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
@@ -54,7 +91,7 @@ def with_own_head(model: nn.Module) -> nn.Module:
 
 def divergences(
     student: Distributions,
-    teacher: Distributions,
+    teacher: Predicted,
     targets: Tensor,
     temperature: float | Tensor,
     function: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -71,7 +108,7 @@ def divergences(
         heat = temperature_at(temperature, at)
         ours = student.logprobs(at, heat, width, states)
         with torch.no_grad():
-            theirs = teacher.logprobs(at, heat, width)
+            theirs = teacher.logprobs(at, heat, width).to(ours.device)
         return function(ours, theirs, targets[at])
 
     chunks = [

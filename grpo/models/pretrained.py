@@ -33,7 +33,7 @@ class Pretrained:
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in float16 the
     loss has a scale (training/loss_scale.py). quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
     file with another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
-    grpo/models/liger.py; auto: Liger's if they are installed.
+    grpo/models/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
     """
 
     path: str
@@ -44,6 +44,12 @@ class Pretrained:
     trust_remote_code: bool = False
     chat_template: str | None = None
     kernels: Kernels = "auto"
+    called: str = "model"
+
+    @property
+    def named(self) -> str:
+        """How errors name it."""
+        return f"{self.called}.path={self.path}"
 
     def _load(self, loader: type, part: str = "model", **kwargs):
         try:
@@ -54,11 +60,11 @@ class Pretrained:
             nowhere = "is neither a local folder nor a model that the hub gives (is there a network? is it gated?)"
             what = f"has no {part} that transformers can load" if Path(self.path).exists() else nowhere
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
-            raise UserError(f"model.path={self.path} {what}: {reason}") from error
+            raise UserError(f"{self.named} {what}: {reason}") from error
 
     def base(self) -> "Pretrained | None":
         """Return the model that an adapter's folder adapts; None if the folder holds a whole model."""
-        base = base_path(self.path)
+        base = base_path(self.path, self.called)
         return None if base == self.path else replace(self, path=base, revision=None)
 
     def check_takes(self, adapter: object) -> None:
@@ -69,7 +75,7 @@ class Pretrained:
         if self.quantization and not adapter:
             raise UserError(f"model.quantization={self.quantization} is for a base that is frozen: set adapter=lora")
         if adapter and self.base():
-            line = f"model.path={self.path} is an adapter, and a new one on it would be saved without it"
+            line = f"{self.named} is an adapter, and a new one on it would be saved without it"
             raise UserError(f"{line}: adapter=none trains it merged into its base")
 
     def config(self) -> PretrainedConfig:
@@ -81,15 +87,15 @@ class Pretrained:
         is_causal = any("CausalLM" in kind or "LMHead" in kind for kind in kinds) or is_multimodal(config)
         if not self.trust_remote_code and not is_causal:
             needed = "a model that predicts the next token is needed, one whose config.json has a ...ForCausalLM"
-            raise UserError(f"model.path={self.path} is a {', '.join(kinds)}: {needed} in architectures")
+            raise UserError(f"{self.named} is a {', '.join(kinds)}: {needed} in architectures")
         if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
-            raise UserError(f"model.path={self.path} has num_hidden_layers=0 in its config.json: a model has layers")
+            raise UserError(f"{self.named} has num_hidden_layers=0 in its config.json: a model has layers")
         return config
 
     def context(self) -> int:
         """The number of tokens that the model takes at most. Raises UserError if its configuration has no such limit."""
         if (limit := context_of(self.config())) is None:
-            raise UserError(f"model.path={self.path} has no max_position_embeddings in its config.json: set it there")
+            raise UserError(f"{self.named} has no max_position_embeddings in its config.json: set it there")
         return limit
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -102,7 +108,7 @@ class Pretrained:
         else:
             beyond = f"the id {last} ({tokenizer.convert_ids_to_tokens(last)!r}), the model's embedding {rows} rows"
             fix = "save the model after model.resize_token_embeddings(len(tokenizer)), or take its own tokenizer"
-            raise UserError(f"model.path={self.path}: the tokenizer has {beyond}: {fix}")
+            raise UserError(f"{self.named}: the tokenizer has {beyond}: {fix}")
         if self.chat_template is not None:
             file = Path(self.chat_template).expanduser()
             if self.chat_template != "none" and not file.is_file():
@@ -139,18 +145,18 @@ class Pretrained:
             from peft import PeftModel  # takes seconds to import
 
             model = dequantize(base.model())  # the base that the adapter has learned on
-            with read_by_peft(self.path):
+            with read_by_peft(self.path, self.called):
                 merged = PeftModel.from_pretrained(model, self.path).merge_and_unload()
-            return finite(f"the adapter model.path={self.path}", learning(merged)).eval()
+            return finite(f"the adapter {self.named}", learning(merged)).eval()
         if mapped and self.quantization:
             raise UserError("strategy=fsdp2 does not shard a quantized base: set strategy=ddp")
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
         loader = loader_of(self.config())
         loaded = self._load(loader, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
-        model = fully_loaded(f"model.path={self.path}", loaded).eval()
+        model = fully_loaded(self.named, loaded).eval()
         if model.generation_config is None or model.generation_config.eos_token_id is None:
             never = "no completion ends before max_tokens, except at sampling.stop_ids"
-            log.warning("model.path=%s has no end token: %s; set eos_token_id in its config.json", self.path, never)
+            log.warning("%s has no end token: %s; set eos_token_id in its config.json", self.named, never)
         if mapped:
             model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             model.is_mapped = True
@@ -201,24 +207,24 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     return deepcopy(model, {id(p): nn.Parameter(p.detach()) for p in mapped}).requires_grad_(False)
 
 
-def base_path(path: str) -> str:
-    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names."""
+def base_path(path: str, called: str = "model") -> str:
+    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names. called: in errors."""
     if (Path(path) / "adapter_config.json").exists():
         from peft import PeftConfig
 
-        with read_by_peft(path):
+        with read_by_peft(path, called):
             base = PeftConfig.from_pretrained(path).base_model_name_or_path
         if not base:
-            raise UserError(f"model.path={path}: its adapter_config.json names no model as base_model_name_or_path")
+            raise UserError(f"{called}.path={path}: its adapter_config.json names no model as base_model_name_or_path")
         return base
     return path
 
 
 @contextmanager
-def read_by_peft(path: str) -> Iterator[None]:
+def read_by_peft(path: str, called: str = "model") -> Iterator[None]:
     """Turn any exception of peft into one line."""
     try:
         yield
     except Exception as error:  # a damaged file may raise anything
         reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
-        raise UserError(f"model.path={path} is an adapter that peft cannot load: {reason}; save it again") from error
+        raise UserError(f"{called}.path={path} is an adapter that peft cannot load: {reason}; save it again") from error

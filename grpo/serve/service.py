@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Body
 from transformers import PreTrainedTokenizerBase
 
+from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.context import check_context
 from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
@@ -188,7 +189,11 @@ class Service:
 
     async def scores(self, request: CompletionRequest, rows: Sequence[tuple[int, ...]]) -> list:
         """Return the log-probabilities of each token of rows, with as many alternatives as the request wants."""
-        return await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, request.alternatives)))
+        most, heat = request.alternatives, request.prompt_temperature
+        if heat != 1 and not isinstance(self.batching.engine, TransformersEngine):
+            raise UserError(f"prompt_temperature={heat}: only engine=transformers scores at another temperature than 1")
+        more = {} if heat == 1 else {"temperature": heat}
+        return await asyncio.wrap_future(self.batching.call(lambda engine: engine.score(rows, most, **more)))
 
     def answered(
         self, request: CompletionRequest, prompts: Sequence, completions: Sequence[Completion], scores: Sequence

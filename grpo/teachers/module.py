@@ -5,16 +5,15 @@ Each part has a denominator of its own, over all ranks and microbatches of an up
 """
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from grpo.models.critic import states_before
-from grpo.models.divergence import Distributions, divergences, with_own_head
+from grpo.models.divergence import Distributions, Predicted, divergences
 from grpo.models.head import token_values
-from grpo.models.logprobs import Layout, completion_logprobs
-from grpo.models.packing import trusted
+from grpo.models.logprobs import Layout
 from grpo.models.temperature import temperatures
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
@@ -24,7 +23,7 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed
 from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
-from grpo.teachers.kinds import Teacher
+from grpo.teachers.kinds import Passes, Teacher
 from grpo.teachers.observed import observed
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -52,8 +51,9 @@ class Taught(GRPOModule):
         if critic is not None:
             raise UserError("teacher and critic: a run has one of them; set critic=none or teacher=none")
         super().__init__(policy, algorithm, optim, temperature, num_rollouts, seed)
-        self.teacher = teacher
+        teacher.check(algorithm.teacher, temperature)
         teacher.attach(policy)
+        self.teacher = teacher
         self.read: TokenBatch | None = None  # what the teacher reads, row by row of the rollout
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
@@ -66,11 +66,18 @@ class Taught(GRPOModule):
         """What made the rollout that is learned from."""
         return next(c.rollouts for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
 
-    @cached_property
-    def teacher_layout(self) -> tuple[Layout, str]:
-        """The layout that gives correct results for the teacher's model, and its kernel."""
-        with self.teacher.model() as model:
-            return trusted(model, self.optim.layout)
+    @property
+    def passes(self) -> Passes:
+        """How the teacher reads."""
+        return Passes(self.temperature, self.optim.layout, self.at_once.most, self.algorithm.teacher.top_k)
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["teacher"] = self.teacher.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.teacher.load_state_dict(checkpoint.get("teacher", {}))
 
     # -- before the updates
 
@@ -93,6 +100,11 @@ class Taught(GRPOModule):
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
         taught = tokens.mask if judged is None else tokens.mask & judged[:, None]
+        if judged is not None:
+            kept, rows = distributed.all_sum(
+                torch.stack([judged.sum(), torch.full_like(judged.sum(), len(judged))]).float()
+            )
+            batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
         self.beyond = bool(texts.any())
         if self.beyond:  # a text has no temperature of sampling
@@ -121,17 +133,7 @@ class Taught(GRPOModule):
     @torch.no_grad()
     def judged(self, tokens: TokenBatch) -> Tensor:
         """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not judge."""
-        logprobs = torch.zeros_like(tokens.rollout_logprobs)
-        rows = (tokens.teaching > 0).any(1).nonzero()[:, 0]
-        read = replace(self.read, mask=tokens.teaching > 0)
-        with self.teacher.model() as model:
-            layout = self.teacher_layout
-            # as many on every rank, since the policy itself may be the teacher, and sharded
-            for indices, microbatch in self.microbatches(read, rows):
-                width = microbatch.completion_width
-                numbers, _ = one_pass(model, completion_logprobs, microbatch, self.temperature, False, *layout)
-                logprobs[indices, :width] = numbers
-        return logprobs
+        return self.teacher.logprobs(replace(self.read, mask=tokens.teaching > 0), self.passes)
 
     def live(self, tokens: TokenBatch) -> Tensor:
         """Return the indices of the rows that have a gradient in any part, [n], in the host's memory."""
@@ -189,12 +191,10 @@ class Taught(GRPOModule):
             return super().forward_pass(model, scored, entropy_gradient)
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
         read = replace(self.read.rows(tokens.row.cpu()), mask=members)
-        own = any(p.requires_grad for p in self.policy.get_output_embeddings().parameters())
-        with self.teacher.model() as teacher, torch.no_grad():
-            copied = own and teacher is self.policy
-            judge = one_pass(teacher, distributions, read, copied, *self.teacher_layout)
-        # in other parts of the loss; else the log-probabilities are only shown
-        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active)
+        with torch.no_grad():
+            judge = self.teacher.distributions(read, self.passes)
+        # in other parts of the loss, or in none, which has a gradient of 0; else the log-probabilities are only shown
+        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active or tokens.teaching is None)
         lesson, settings = (judge, members, teaching, learns), (self.temperature, entropy_gradient, *self.layout)
         logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
@@ -215,19 +215,15 @@ class Taught(GRPOModule):
             taught = microbatch.teaching > 0
             self.parts.add_tokens("teacher/divergence", D.detach(), taught)
             self.seen[microbatch.row, : D.shape[1]] = D.detach().where(taught, torch.nan)
+            for name, rows in self.teacher.by_name(microbatch.row).items():
+                self.parts.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
         if microbatch.imitation is not None:
             self.parts.add_tokens("imitation/loss", -logprobs.detach(), microbatch.imitation > 0)
         return super().loss_of(logprobs, entropy, microbatch, alpha)
 
 
-def distributions(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
-    """Return what the teacher predicts at each token of the mask. copied: it needs its own head, see `with_own_head`."""
-    states = states_before(model.get_decoder(), batch, layout, kernel)
-    return Distributions(with_own_head(model) if copied else model, states)
-
-
 def logprobs_and_divergence(
-    lesson: tuple[Distributions, Tensor, Teaching, bool],
+    lesson: tuple[Predicted, Tensor, Teaching, bool],
     model: nn.Module,
     batch: TokenBatch,
     temperature: float,

@@ -59,12 +59,13 @@ class ValueLearning:
         if self.model is None:
             dtype = next(p.dtype for p in policy.parameters() if p.requires_grad)
             return Critic(policy.get_output_embeddings().weight.shape[1], dtype)
-        config, ours = self.model.config().get_text_config(), policy.config.get_text_config()
+        pretrained = replace(self.model, called="critic.model")
+        config, ours = pretrained.config().get_text_config(), policy.config.get_text_config()
         if config.vocab_size < ours.vocab_size:
             line = f"has {config.vocab_size} tokens, the policy {ours.vocab_size}"
             raise UserError(f"critic.model.path={self.model.path} {line}: take a model with the policy's tokenizer")
         imagined = next(policy.parameters()).is_meta  # for the memory forecast
-        model = self.model.outline() if imagined else self.model.model(getattr(policy, "is_mapped", False))
+        model = pretrained.outline() if imagined else pretrained.model(getattr(policy, "is_mapped", False))
         head = model.get_output_embeddings().weight
         return Critic(head.shape[1], head.dtype, model.get_decoder().requires_grad_(True))
 

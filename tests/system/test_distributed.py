@@ -33,6 +33,9 @@ CASES = {
     "everything": """algo=reinforce_pp_baseline algo/kl=reward algo.top_entropy=0.5 selection=dynamic selection.rounds=2
         selection.by=reward algo.entropy={coef:0.01,target:9.0} algo.num_minibatches=3 rollout.prompts=3
         rollout.group_size=4 rollout.num_rollouts=2""",
+    # in some minibatches no row has a right sibling
+    "self": """algo=sdpo teacher.success=0.5 algo.teacher.coef=10 algo.num_minibatches=3 rollout.prompts=3
+        rollout.num_rollouts=2""",
     "turns": f"{TURNS} rollout.num_rollouts=2 algo/advantage=optimal_token",
     # on several rows of a sample; in the first rollout the policy has no gradient
     "critic": f"""{TURNS} rollout.num_rollouts=3 algo=ppo critic.coef=1 critic.lr=0.1 critic.pretrain=1

@@ -23,6 +23,7 @@ from grpo.engines.only_vllm import refuse_only_vllm
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import context_of
+from grpo.models.token_scores import divided
 from grpo.models.trusted import objection
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, enforced
@@ -106,12 +107,13 @@ class TransformersEngine:
         return completions
 
     @torch.inference_mode()
-    def score(self, sequences: Prompts, top: int) -> list[list[dict[int, float]]]:
-        """Score as an `Engine` may, with a plain forward pass for each sequence."""
+    def score(self, sequences: Prompts, top: int, temperature: float = 1.0) -> list[list[dict[int, float]]]:
+        """Score as an `Engine` may, at any temperature, with a plain forward pass for each sequence."""
         scores: list[list[dict[int, float]]] = []
         for sequence in sequences:
             ids = torch.tensor([sequence], device=self.model.device)
-            logprobs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)  # [T-1, V]
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            logprobs = divided(logits, temperature).log_softmax(-1)  # [T-1, V]
             actual = logprobs.gather(-1, ids[0, 1:, None])
             best = logprobs.topk(min(top, logprobs.shape[-1]))
             which = torch.cat([ids[0, 1:, None], best.indices], -1)  # [T-1, 1 + top]

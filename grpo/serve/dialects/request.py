@@ -15,7 +15,7 @@ from grpo.env.messages import Message, ToolSpec, cut, shown
 from grpo.env.tokens import Completion
 from grpo.env.tool_parsers import Malformed
 from grpo.system.errors import UserError
-from grpo.system.ranges import Count, Whole, require
+from grpo.system.ranges import Count, Positive, Whole, require
 
 Prompt = str | tuple[int, ...]
 Scores = Mapping[int, float]  # log-probabilities by ids: of a token (first), and of the likeliest ones in its place
@@ -46,7 +46,8 @@ class CompletionRequest:
     stream: the answer is sent as server-sent events.
     settings: sampling settings by the names of `Sampling`, which checks them. template: variables of the chat template.
     logprobs: how many alternatives are written with the log-probability of a token; None: no log-probabilities.
-    prompt_logprobs: the same of the prompt's tokens. echo: the answer's text begins with the prompt.
+    prompt_logprobs: the same of the prompt's tokens. prompt_temperature: at which they are computed; vLLM's
+    is 1. echo: the answer's text begins with the prompt.
     with_ids: write token ids. ids_as_tokens: write tokens as token_id:ID. usage: a stream ends with the numbers of tokens.
     """
 
@@ -62,6 +63,7 @@ class CompletionRequest:
     template: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_temperature: float = 1.0
     echo: bool = False
     with_ids: bool = False
     ids_as_tokens: bool = False
@@ -181,6 +183,7 @@ class Fields(dict[str, Any]):
             "with_ids": self.take("return_token_ids", bool, False),
             "ids_as_tokens": self.take("return_tokens_as_token_ids", bool, False),
             "prompt_logprobs": self.take("prompt_logprobs", Whole),
+            "prompt_temperature": self.take("prompt_temperature", Positive, 1.0),
             "usage": self.take("stream_options", dict, {}).get("include_usage", False),
         }
 

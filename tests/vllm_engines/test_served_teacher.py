@@ -1,0 +1,59 @@
+"""A real vLLM server as a teacher: it scores tokens as a plain forward pass of its model does."""
+
+import asyncio
+
+import pytest
+import torch
+from helpers.learning import GROUPS
+from helpers.models import CONTEXT, model_folder
+from transformers import AutoModelForCausalLM
+
+from grpo.engines.vllm_server.http import RemoteServer
+from grpo.engines.vllm_server.launch import Servers
+from grpo.models.pretrained import Pretrained
+from grpo.objectives.teaching import Teaching, coarse
+from grpo.rollout.collate import collate
+from grpo.system.errors import UserError
+from grpo.teachers.kinds import Passes
+from grpo.teachers.server import Served
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
+
+
+def test_a_vllm_server_scores_as_its_model(tmp_path):
+    folder = model_folder("llama", tmp_path / "model")
+    model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
+    servers = Servers(folder, "disk", count=1, args=ARGS, logs=tmp_path)
+    servers.start_all()
+    try:
+        servers_answer(servers)
+        teacher = Served(servers.urls, Pretrained(folder))
+        teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
+        teacher.attach(model)
+        assert teacher.limit == CONTEXT
+        logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
+        hot = Served(servers.urls, Pretrained(folder))
+        hot.check(Teaching(1.0), 0.7)
+        with pytest.raises(UserError, match=r"temperature=0\.7, but http:.* scores at 1: set the temperature to 1"):
+            hot.attach(model)
+    finally:
+        servers.close()
+    for r, (prompt, ids) in enumerate(batch.sequences()):
+        with torch.no_grad():
+            exact = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        own = exact.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs[r, : len(ids)], own, atol=1e-5, rtol=0)
+        first = int(batch.mask[:r].sum())
+        theirs = found.logprobs(slice(first, first + len(ids)), 1.0, exact.shape[1])
+        kept = exact.topk(5).indices
+        torch.testing.assert_close(coarse(theirs, kept, True), coarse(exact, kept, True), atol=1e-4, rtol=0)
+
+
+def servers_answer(servers: Servers) -> None:
+    """Wait until they do. Raises AssertionError if one has ended."""
+    ended = [lambda port=port: servers.ended(port) for port in servers.ports]
+    for url, end in zip(servers.urls, ended, strict=True):
+        asyncio.run(RemoteServer(url, 10.0, "", end).answers(250.0))
