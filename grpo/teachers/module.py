@@ -58,7 +58,6 @@ class Taught(GRPOModule):
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
-        self.found = Means()  # messages of the environment, in this rollout
         self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
 
     @property
@@ -83,9 +82,8 @@ class Taught(GRPOModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
-        self.found = Means()
         batch.tokens = self.assigned(batch)
-        metrics = super().training_step(batch, batch_idx) | self.found.result()
+        metrics = super().training_step(batch, batch_idx)
         batch.tokens = replace(batch.tokens, divergence=self.seen if self.algorithm.teacher.coef else None)
         return metrics
 
@@ -120,7 +118,9 @@ class Taught(GRPOModule):
         """Return which tokens the environment wrote after the policy's first one, [B, C]."""
         size = batch.scores.rewards.shape[1]
         mask, found, every = observed(tokens, batch.groups, size, self.rollouts.renderer)
-        self.found.add("imitation/found", found, every)
+        found, every = distributed.all_sum(torch.tensor([found, every], dtype=torch.float32, device=mask.device))
+        if every:
+            batch.metrics["imitation/found"] = float(found / every)
         return mask
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:

@@ -169,7 +169,8 @@ def batch_of(groups, rewards=REWARDS) -> RolloutBatch:
 def step(module, groups, rewards=REWARDS) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The gradient of an update, of SGD with rate 0.1, and what was logged."""
     before = {name: p.detach().clone() for name, p in module.trained().items()}
-    metrics = module.training_step(batch_of(groups, rewards), 0)
+    batch = batch_of(groups, rewards)
+    metrics = module.training_step(batch, 0) | batch.metrics
     return {name: (before[name] - p.detach()) / 0.1 for name, p in module.trained().items()}, metrics
 
 
