@@ -62,7 +62,7 @@ class Taught(GRPOModule):
 
     @property
     def rollouts(self) -> Rollouts:
-        """What made the rollout that is learned from."""
+        """The maker of the rollout that is learned from."""
         return next(c.rollouts for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
 
     @property

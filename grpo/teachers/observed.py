@@ -1,5 +1,5 @@
-"""Which tokens between the policy's turns are words of the environment (ECHO, arXiv 2605.24517), and not the template's own: marks
-of roles, ends of turns, the prompt of the next turn.
+"""Which tokens between the policy's turns are words of the environment (ECHO, arXiv 2605.24517), and not the template's own:
+marks of roles, ends of turns, the prompt of the next turn.
 
 The template itself says where they are: it writes the conversation again, with a mark in place of each message's text.
 """
