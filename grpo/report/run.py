@@ -201,10 +201,13 @@ def shorter(value: Any) -> Any:
 
 
 def add_pieces(run: Run, steps: Sequence[dict[str, Any]]) -> None:
-    """Add `pieces` (the text of each sampled token, see `token_texts`) and `logprobs` to samples whose tokens were saved."""
+    """Add `pieces` (the text of each sampled token, see `token_texts`) and `logprobs` to samples whose tokens were saved, and
+    round their divergences to a teacher."""
     kept = [sample for step in steps for sample in step["samples"] if "token_ids" in sample]
     texts = iter(token_texts((token for sample in kept for token in sample["token_ids"]), run.policy))
     for sample in kept:
         sample["pieces"] = list(islice(texts, len(sample.pop("token_ids"))))
         sample["logprobs"] = np.round(sample.pop("rollout_logprobs"), 3)
+        if "divergence" in sample:
+            sample["divergence"] = np.round(sample["divergence"], 3)
         sample.pop("rows", None)  # for source=file

@@ -76,16 +76,21 @@ function conversation(messages) {
     message.tool_calls ? html("div", { class: "text soft" }, JSON.stringify(message.tool_calls)) : null));
 }
 
-/** Returns the sampled tokens: the less probable a token, the stronger its colour. */
-function tokens(sample) {
-  const pieces = sample.pieces.map((piece, i) => {
-    const logprob = sample.logprobs[i];
-    const span = html("span", { title: `probability ${tell(Math.exp(logprob))}, log-probability ${tell(logprob)}` }, piece);
-    span.style.backgroundColor = `color-mix(in srgb, var(--c1) ${Math.round(75 * Math.min(1, -logprob / Math.log(100)))}%, transparent)`;
+/** Returns the sampled tokens under a title, each with the colour and the strength, up to 1, that its value has. */
+function coloured(id, title, pieces, values, look, words) {
+  const spans = pieces.map((piece, i) => {
+    const span = html("span", { title: words(values[i]) }, piece);
+    const [colour, strength] = look(values[i]);
+    span.style.backgroundColor = `color-mix(in srgb, var(--${colour}) ${Math.round(75 * Math.min(1, strength / Math.log(100)))}%, transparent)`;
     return span;
   });
-  return [html("h3", {}, "Tokens (full colour: probability of 1 % or less)"), html("div", { class: "text", id: "tokens" }, pieces)];
+  return [html("h3", {}, title), html("div", { class: "text", id }, spans)];
 }
+
+const tokens = (sample) => coloured("tokens", "Tokens (full colour: probability of 1 % or less)", sample.pieces, sample.logprobs, (logprob) => ["c1", -logprob],
+  (logprob) => `probability ${tell(Math.exp(logprob))}, log-probability ${tell(logprob)}`);
+const divergences = (sample) => coloured("divergences", "Divergence from the teacher (orange: more likely for the policy; green: for the teacher; full colour: 4.6 nats)",
+  sample.pieces, sample.divergence, (nats) => [nats > 0 ? "bad" : "good", Math.abs(nats ?? 0)], (nats) => (nats == null ? "not judged" : `${tell(nats)} nats`));
 
 /** Returns the length of the common beginning of all texts, in whole words; 0 if all are equal. Few-shot prompts share a beginning. */
 function sharedStart(texts) {
@@ -204,6 +209,7 @@ function browser(data) {
       ...(siblings.length > 1 ? members("The group, side by side", siblings.map((other) => card(other, `sample ${other.sample}`))) : []),
       ...(later.length > 1 ? members("The same prompt at several steps", later.map((other) => card(other, stepName(other.step)))) : []),
       ...(sample.pieces ? tokens(sample) : []),
+      ...(sample.divergence ? divergences(sample) : []),
       ...(same.length ? [html("h3", {}, "Compare"), html("div", { class: "row" }, html("label", { for: "against" }, "compare with"), against,
         html("label", {}, characters, " by characters")), result] : [html("p", { class: "soft" }, "This page has no other sample of this question.")])].filter(Boolean));
     detail.scrollTop = 0;

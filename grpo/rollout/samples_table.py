@@ -1,8 +1,10 @@
 """Tables of samples: one flat row per sample, in a Parquet file."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo.data.rows import fingerprint
 from grpo.env.tokens import Row, rows_of_turns
+from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
 from grpo.system.files import replacing, strict_json
@@ -74,6 +77,18 @@ def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
     ids = [[of_tokens(sample, "ids") for sample in group] for group in groups]
     logprobs = [[of_tokens(sample, "logprobs") for sample in group] for group in groups]
     return {"token_ids": ids, "rollout_logprobs": logprobs}
+
+
+def token_divergences(groups: Sequence[Group], size: int, tokens: TokenBatch) -> dict[str, list]:
+    """Return a column for `records`: the divergence to the teacher of each token of `token_logprobs`, NaN where there is none;
+    None for the samples of other ranks. size: G, the samples of the largest group; tokens: this rank's."""
+    turns: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
+    for place, of_turns, values in zip(
+        tokens.sample.tolist(), tokens.turn.tolist(), tokens.divergence.tolist(), strict=True
+    ):
+        turns[place] += [(turn, value) for turn, value in zip(of_turns, values, strict=True) if turn >= 0]
+    values = {place: [value for _, value in sorted(pairs, key=itemgetter(0))] for place, pairs in turns.items()}
+    return {"divergence": [[values.get(i * size + j) for j in range(len(group))] for i, group in enumerate(groups)]}
 
 
 def replayable(groups: Iterable[Group]) -> dict[str, list]:

@@ -32,6 +32,7 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
     base, algo = config["model"]["path"], options.get("algo", "grpo")
     model = Path(base).name if isinstance(base, str) else options.get("model", "a model")
     adapter = (policy / "adapter_config.json").exists()
+    taught_by = ((config.get("teacher") or {}).get("model") or {}).get("path")
     theirs = ModelCard.load(policy / "README.md").data if adapter else ModelCardData()
     data = ModelCardData(
         base_model=hub_id(base) or hub_id(theirs.base_model),
@@ -50,6 +51,7 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
         "trained": "an adapter" if adapter else "all parameters",
         "task": ", ".join(f"`{name}`" for name in (task, source) if isinstance(name, str)),
         "algorithm": ", ".join([f"`{algo}`", *numbers]),
+        "teacher": taught_by and f"`{taught_by}`",
         "rollouts learned from": f"{rollouts}, each of {size}",
         "held-out accuracy": in_words(accuracy, config["eval"], monitor),
         "best policy of the run": f"chosen by `{monitor}` ({mode}), here {written(monitor, value)}",

@@ -24,11 +24,14 @@ from grpo.system import distributed
 from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
 from grpo.teachers.kinds import Passes, Teacher
+from grpo.teachers.observed import observed
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import Optimization
+
+FROZEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs")  # on the policy's own tokens
 
 
 class Taught(GRPOModule):
@@ -56,6 +59,7 @@ class Taught(GRPOModule):
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
+        self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
 
     @property
     def rollouts(self) -> Rollouts:
@@ -80,7 +84,9 @@ class Taught(GRPOModule):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
         batch.tokens = self.assigned(batch)
-        return super().training_step(batch, batch_idx)
+        metrics = super().training_step(batch, batch_idx)
+        batch.tokens = replace(batch.tokens, divergence=self.seen if self.algorithm.teacher.coef else None)
+        return metrics
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
@@ -88,6 +94,7 @@ class Taught(GRPOModule):
         tokens, given = self.teacher.extended(batch.tokens, batch, self.rollouts)
         group = tokens.sample // batch.scores.rewards.shape[1]
         tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device), group=group)
+        self.seen = torch.full_like(tokens.rollout_logprobs, torch.nan)
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
@@ -130,7 +137,12 @@ class Taught(GRPOModule):
 
     def observed(self, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
         """Return which tokens the environment wrote after the policy's first one, [B, C]."""
-        return tokens.attention_mask[:, tokens.prompt_width :].bool() & ~tokens.mask & (tokens.mask.cumsum(1) > 0)
+        size = batch.scores.rewards.shape[1]
+        mask, found, every = observed(tokens, batch.groups, size, self.rollouts.renderer)
+        found, every = distributed.all_sum(torch.tensor([found, every], dtype=torch.float32, device=mask.device))
+        if every:
+            batch.metrics["imitation/found"] = float(found / every)
+        return mask
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
         """Add what stays fixed while the policy changes, the teacher's log-probabilities among it."""
@@ -218,11 +230,16 @@ class Taught(GRPOModule):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a microbatch, and numbers to log, [B, C] each."""
         teaching, old = self.algorithm.teacher, self.algorithm.old_logprobs(microbatch)
+        if self.beyond:  # finite in the policy's part, where a text has the weight 0
+            names = [name for name in FROZEN if getattr(microbatch, name) is not None]
+            text = {name: torch.where(microbatch.mask, getattr(microbatch, name), logprobs.detach()) for name in names}
+            microbatch = replace(microbatch, **text)
         if microbatch.teaching is not None:
             D = self.divergence if teaching.of_distributions else teaching.of_sampled(logprobs, old, microbatch)
             microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
             taught = microbatch.teaching > 0
             self.parts.add_tokens("teacher/divergence", D.detach(), taught)
+            self.seen[microbatch.row, : D.shape[1]] = D.detach().where(taught, torch.nan)
             for name, rows in self.teacher.by_name(microbatch.row).items():
                 self.parts.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
         if microbatch.imitation is not None:

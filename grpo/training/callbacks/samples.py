@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo.rollout.samples_table import golds, records, replayable, token_logprobs, write
+from grpo.rollout.samples_table import golds, records, replayable, token_divergences, token_logprobs, write
 from grpo.rollout.types import Group
 from grpo.system.files import surviving
 from grpo.system.ranges import Whole
@@ -21,7 +21,8 @@ class Samples(L.Callback):
     discarded/000001.parquet ... with the groups that were played and not learned from.
 
     every: rollouts between two that are written; 0: none. Evaluations are always written. token_logprobs: also write every
-    sampled token with the engine's log-probability. A table that cannot be written is written with the next one.
+    sampled token with the engine's log-probability, and with its divergence to a teacher, if this rank has it. A table that
+    cannot be written is written with the next one.
     """
 
     def __init__(self, folder: str, every: Whole = 1, token_logprobs: bool = False) -> None:
@@ -39,6 +40,8 @@ class Samples(L.Callback):
                 columns["overlong"] = batch.scores.parts["overlong"].tolist()
             if self.token_logprobs:
                 columns |= replayable(batch.groups)
+                if batch.tokens.divergence is not None:
+                    columns |= token_divergences(batch.groups, batch.scores.rewards.shape[1], batch.tokens)
             self.write("rollouts", rollout, batch.groups, columns)
             if batch.discarded:
                 self.write("discarded", rollout, batch.discarded, golds(task, batch.discarded))
