@@ -27,6 +27,7 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
 from grpo.system.distributed import computes_in, one_pass
 from grpo.system.loading import kind_of
+from grpo.training.batch import RolloutBatch
 from grpo.training.loss_scale import MIXED
 from grpo.training.module import GRPOModule
 
@@ -150,6 +151,32 @@ class Probe:
     def tokens(self) -> TokenBatch:
         """The rows of the episodes."""
         return collate(self.groups).to(self.module.device)
+
+    # -- teachers
+
+    @property
+    def beyond_rewards(self) -> bool:
+        """Whether the policy learns from anything but rewards."""
+        return bool(self.module.algorithm.imitation.active or self.module.algorithm.teacher.coef)
+
+    def assigned(self, tokens: TokenBatch) -> TokenBatch:
+        """Return rows with the weights of a text and of a teacher, and at most as many demonstrations, if the run has them."""
+        if not hasattr(self.module, "teacher"):
+            return tokens
+        with torch.no_grad():
+            assigned, fit = self.module.assigned(self.batch(tokens)), slice(0, 2 * len(tokens))
+        if len(assigned) > fit.stop:
+            assigned, self.module.read = assigned.rows(fit), self.module.read.rows(fit)
+        return assigned
+
+    def batch(self, tokens: TokenBatch) -> RolloutBatch:
+        """Return the episodes as a rollout, of which these are the rows."""
+        return RolloutBatch(self.rollouts.plan.num_rollouts, groups=self.groups, tokens=tokens, scores=self.scores)
+
+    def teacher_size(self) -> float:
+        """Return the size of the teacher's own model, as a multiple of the policy's."""
+        own = self.module.teacher.own() if hasattr(self.module, "teacher") else ()
+        return sum(x.numel() for x in own) / sum(p.numel() for p in self.module.policy.parameters())
 
     # -- passes
 

@@ -4,6 +4,9 @@ update, a teacher scores the tokens that the policy learns from.
 Each part has a denominator of its own, over all ranks and microbatches of an update.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -54,6 +57,7 @@ class Taught(GRPOModule):
         self.beyond = False  # whether a token outside of the mask is learned from
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
+        self.seconds = 0.0  # of the teacher, in this rollout
 
     @property
     def rollouts(self) -> Rollouts:
@@ -70,8 +74,9 @@ class Taught(GRPOModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
-        batch.tokens = self.assigned(batch)
-        return super().training_step(batch, batch_idx)
+        batch.tokens, self.seconds = self.assigned(batch), 0.0
+        metrics = super().training_step(batch, batch_idx)
+        return metrics | ({"time/teacher": self.seconds} if self.algorithm.teacher.coef else {})
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
@@ -102,7 +107,17 @@ class Taught(GRPOModule):
         tokens = super().freeze(tokens)
         if tokens.teaching is None or self.algorithm.teacher.of_distributions:
             return tokens
-        return replace(tokens, teacher_logprobs=self.judged(tokens))
+        with self.timed():
+            return replace(tokens, teacher_logprobs=self.judged(tokens))
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds of this block to those of the teacher. A GPU works on when its calls return, so it is waited for."""
+        begun = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - begun
 
     @torch.no_grad()
     def judged(self, tokens: TokenBatch) -> Tensor:
@@ -174,7 +189,7 @@ class Taught(GRPOModule):
             return super().forward_pass(model, scored, entropy_gradient)
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
         read = replace(self.read.rows(tokens.row), mask=members)  # [B, C'], where C' may be larger
-        with self.teacher.model() as teacher, torch.no_grad():
+        with self.timed(), self.teacher.model() as teacher, torch.no_grad():
             states = one_pass(teacher, teacher_states, read, *self.teacher_layout)
         lesson = Distributions(teacher, states), members, teaching
         settings = self.temperature, entropy_gradient, *self.layout

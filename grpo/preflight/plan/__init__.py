@@ -21,7 +21,8 @@ class RunPlan:
     """The size of a run. samples: of one rollout. max_tokens: of one completion. passes: over the training rows.
 
     problems: of one evaluation. rollout_time, update_time, evaluation_time: seconds of the whole run; 0 if nothing was timed.
-    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one.
+    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one. teacher: what the policy learns from beside
+    its rewards, in words.
     """
 
     rollouts: int
@@ -39,6 +40,7 @@ class RunPlan:
     update_time: float = 0.0
     evaluation_time: float = 0.0
     devices: int = 1
+    teacher: str = ""
 
     @property
     def seconds(self) -> float:
@@ -62,7 +64,8 @@ class RunPlan:
             times = {"rollouts": self.rollout_time, "updates": self.update_time, "evaluations": self.evaluation_time}
             parts = ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in times.items() if part)
             cost = [f"about {duration(self.seconds)} ({parts})", *cost]
-        return [f"plan: {work}{evaluated}", *([f"plan: {', '.join(cost)}"] if cost else [])]
+        others = [self.teacher] if self.teacher else []
+        return [f"plan: {line}" for line in (f"{work}{evaluated}", *others, ", ".join(cost)) if line]
 
 
 def duration(seconds: float) -> str:
@@ -71,6 +74,19 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def teacher_words(probe: Probe) -> str:
+    """Return what a policy learns from beside its rewards, as `teacher: FOLDER, divergence sampled, coef 1`."""
+    algorithm, teacher = probe.module.algorithm, getattr(probe.module, "teacher", None)
+    if teacher is None:
+        return ""
+    name = getattr(getattr(teacher, "pretrained", None), "path", type(teacher).__name__.lower())
+    words, divergence = [f"teacher: {name}"], algorithm.teacher.divergence
+    if coef := algorithm.teacher.coef:
+        words += [f"divergence {getattr(divergence, '__name__', divergence)}", f"coef {coef:g}"]
+    words += [f"imitation of {kind} tokens {weight:g}" for kind, weight in vars(algorithm.imitation).items() if weight]
+    return ", ".join(words)
 
 
 def plan_of(
@@ -94,6 +110,7 @@ def plan_of(
         memory=largest_phase(on_device),
         disk=sum(checkpoint_bytes(probe, parts, writer) for writer in callbacks_of(callbacks, Checkpoint)),
         devices=distributed.world_size(),
+        teacher=teacher_words(probe),
     )
     if not timed:
         return sized
