@@ -22,7 +22,8 @@ from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
-from grpo.models.critic import states_before
+from grpo.models.critic import logprobs_and_states, states_before
+from grpo.models.divergence import Distributions, divergences
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
@@ -64,9 +65,13 @@ def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: 
     """Return a module of CPU tensors without memory, so that kernels are chosen as for real tensors."""
     with torch.device("meta"):
         module = make_module(pretrained.outline())
+        parts = [*module.modules()]
+        if has_teacher(module):
+            with module.teacher.model() as model:
+                parts = [*dict.fromkeys([*parts, *model.modules()])]
     empty: dict[Tensor, Tensor] = {}  # by the tensor that it replaces: tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for part in module.modules():
+        for part in parts:
             for name, x in [*part._parameters.items(), *part._buffers.items()]:
                 tensors = part._parameters if name in part._parameters else part._buffers
                 if x is not None and x not in empty:
@@ -102,17 +107,40 @@ def activation_bytes(
     module: L.LightningModule, plan: Plan, prompt_tokens: int, before: Iterable[Tensor], layout: Layout
 ) -> Counter[str]:
     """Return the peak bytes of the longest microbatch, forward and backward. before: tensors that exist before it."""
-    policy, optim, algorithm = module.policy, module.optim, module.algorithm
-    batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // algorithm.num_minibatches)
+    policy, optim = module.policy, module.optim
+    batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // module.algorithm.num_minibatches)
     batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
     live = Live(before, policy.config.get_text_config().vocab_size)
     below, again = body_below_the_critic(module), optim.gradient_checkpointing
     with live, recomputing(policy, again), recomputing(below, again and below is not None):
-        outputs = [*completion_logprobs(policy, batch, module.temperature, algorithm.entropy.active, layout)]
+        outputs = outputs_of(module, batch, layout)
         if below is not None:
             outputs.append(states_before(below, batch, layout))
         sum(numbers.sum() for numbers in outputs).backward()
     return live.most
+
+
+def has_teacher(module: L.LightningModule) -> bool:
+    """Return whether a teacher's model computes in this process."""
+    return bool(hasattr(module, "teacher") and module.algorithm.teacher.coef and not hasattr(module.teacher, "scores"))
+
+
+def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> list[Tensor]:
+    """Return what an update computes of a microbatch with a gradient, after the teacher's pass, if there is one."""
+    policy, algorithm, heat = module.policy, module.algorithm, module.temperature
+    whole = has_teacher(module) and algorithm.teacher.of_distributions
+    if has_teacher(module):
+        with torch.no_grad(), module.teacher.model() as teacher:
+            if whole:
+                theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
+            else:
+                completion_logprobs(teacher, batch, heat, False, layout)
+    if not whole:
+        return [*completion_logprobs(policy, batch, heat, algorithm.entropy.active, layout)]
+    *outputs, states = logprobs_and_states(policy, batch, heat, algorithm.entropy.active, layout)
+    ours = Distributions(policy, states[torch.arange(len(states))])  # an update picks those that are taught
+    targets = batch.ids[:, batch.prompt_width :][batch.mask]
+    return [*outputs, divergences(ours, theirs, targets, heat, algorithm.teacher.of_words)]
 
 
 def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:

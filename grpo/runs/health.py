@@ -62,6 +62,7 @@ class Watch:
             if stops or (self.unwell[metric.name] >= metric.after and metric.name not in self.silent):
                 self.silent.add(metric.name)
                 bound = f"above {metric.high:g}" if value > metric.high else f"below {metric.low:g}"
+                bound = "not a number" if math.isnan(value) else bound
                 yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}", stops)
 
     def bounded(self, metric: Metric, value: float, metrics: Metrics, interval: Interval | None) -> Metric:
