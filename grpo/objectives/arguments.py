@@ -4,12 +4,12 @@ A new advantage, surrogate or correction is therefore one function, whose parame
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 from grpo.rewards.resolve import imported
 from grpo.system.errors import UserError
-from grpo.system.ranges import accepts
+from grpo.system.ranges import accepts, require
 
 WITHOUT_RATIO = ("logprobs", "rollout_logprobs", "advantages", "mask", "counted", "sample", "group")
 # an advantage with `mask` is of tokens
@@ -37,6 +37,18 @@ def call(axis: str, function: Callable, offered: Mapping[str, Any]) -> Any:
         return function(**{name: value for name, value in offered.items() if name in names})
     except UserError as error:
         raise UserError(f"{named(axis, function)}: {error}") from error
+
+
+def lacking(axis: str, function: Callable, offered: Iterable[str]) -> list[str]:
+    """Return the parameters of a function for which there is no value. Raises UserError for a default, which a setting may have
+    changed, that does not fit its annotation."""
+    without = []
+    for name, parameter in parameters(function).items():
+        if parameter.default is not parameter.empty:
+            require(f"algo.{axis}.{name}", parameter.default, parameter.annotation)
+        elif parameter.kind != parameter.VAR_KEYWORD and name not in offered:
+            without.append(name)
+    return without
 
 
 def named(axis: str, function: Callable) -> str:

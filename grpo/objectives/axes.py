@@ -6,13 +6,12 @@ this file.
 
 from typing import Any
 
-from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, named, parameters
+from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, lacking, named, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.objectives.surrogates import vespo
 from grpo.system.errors import UserError
-from grpo.system.ranges import require
 
 
 def check_axes(a: Any) -> None:
@@ -33,11 +32,7 @@ def check_parameters(a: Any, axis: str) -> None:
     """Refuse a function with a parameter for which there is no value, or a value that does not fit its annotation."""
     offered = WITHOUT_RATIO if axis == "surrogate" and a.level == "none" else OFFERED[axis]
     function = getattr(a, axis)
-    for name, parameter in parameters(function).items():
-        if parameter.default is not parameter.empty:
-            require(f"algo.{axis}.{name}", parameter.default, parameter.annotation)
-        if parameter.default is not parameter.empty or parameter.kind == parameter.VAR_KEYWORD or name in offered:
-            continue
+    for name in lacking(axis, function, offered):
         if name in OFFERED[axis]:
             fix = "take algo/surrogate=reinforce, or algo.level=token"
             raise UserError(f"algo.level=none, but {named(axis, function)} needs the {name}: {fix}")

@@ -3,18 +3,21 @@
 S is the policy (the student), T the teacher; both are distributions over the vocabulary at one token, at the temperature of the
 run. A token with weight 0 in a part is in neither its sum nor its denominator, so no part dilutes another.
 
-A divergence is a function whose parameters name its arguments. With `student` and `teacher`, the log-probabilities [n, V] of n
-tokens, it compares distributions and returns [n]. Else it is of the sampled tokens, and returns [B, C]: see `OF_TOKENS`.
+A divergence is a function whose parameters name its arguments, and which may have settings of its own (a node with `_partial_`):
+
+- with `student` or `teacher`, the log-probabilities [n, V] of n tokens, it compares distributions and returns [n]: OF_WORDS.
+- with `logprobs` or `ratio` it is of the sampled tokens, and returns [B, C]: OF_SAMPLED.
+- with neither, it returns advantages A [B, C] of all rows of a rollout, once before the updates. The divergence is then -rho A.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grpo.objectives.arguments import call, function_of, parameters
+from grpo.objectives.arguments import call, function_of, lacking, named, parameters
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.loss import Reduce
 from grpo.system.errors import UserError
@@ -62,7 +65,7 @@ def reverse(student: Tensor, teacher: Tensor) -> Tensor:
     return kl(student, teacher)
 
 
-def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+def jsd(student: Tensor, teacher: Tensor, beta: Share = 0.5) -> Tensor:
     """beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S, [n] (GKD, arXiv 2306.13649). Its two ends are
     forward (beta 0) and reverse (1), which it does not approach: for a small beta it is about beta times forward."""
     if beta in (0, 1):
@@ -72,8 +75,8 @@ def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of log-probabilities, [n]. p, q: [n, V]. An entry that p excludes adds nothing."""
-    return (p.exp() * (p.clamp(min=-1e4) - q.clamp(min=-1e4))).sum(-1)
+    """KL(p || q) of finite log-probabilities, [n]. p, q: [n, V]."""
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
@@ -86,6 +89,8 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
     return torch.cat([some, (-total.clamp(max=-1e-7).expm1()).log()], dim=-1)
 
 
+OF_WORDS = ("student", "teacher", "logprobs", "teacher_logprobs", "beta")  # the middle two are of the sampled tokens, [n]
+OF_SAMPLED = ("logprobs", "ratio", "teacher_logprobs", "rollout_logprobs", "mask", "sample", "group")  # [B, C], [B]
 NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
 Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 
@@ -113,6 +118,10 @@ class Teaching:
         function = function_of("teacher.divergence", self.divergence, Divergence)
         reduce = function_of("teacher.reduce", self.reduce, Reduce)
         vars(self).update(divergence=NAMED.get(function, function), reduce=reduce)
+        offered = OF_WORDS if self.of_distributions else OF_SAMPLED
+        for name in lacking("teacher.divergence", self.divergence, offered):
+            line = f"needs {name!r}; available are only: {', '.join(offered)}"
+            raise UserError(f"{named('teacher.divergence', self.divergence)} {line}")
         if self.top_k and not self.of_distributions:
             line = "compares sampled tokens, not distributions: take forward, reverse or jsd, or top_k=null"
             raise UserError(f"algo.teacher.top_k={self.top_k}, but the divergence {line}")
@@ -122,19 +131,33 @@ class Teaching:
         """Whether the divergence compares distributions."""
         return bool({"student", "teacher"} & parameters(self.divergence).keys())
 
+    @property
+    def of_rollouts(self) -> bool:
+        """Whether the function returns advantages, which do not change with the policy."""
+        return not {"student", "teacher", "logprobs", "ratio"} & parameters(self.divergence).keys()
+
+    def fixed(self, batch: TokenBatch) -> TokenBatch:
+        """Add what stays fixed in the updates of a rollout: -A in place of the divergence, if the function is `of_rollouts`."""
+        return replace(batch, divergence=-self.called(batch)) if self.of_rollouts else batch
+
     def of_sampled(self, logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> Tensor:
         """Return the divergence of each sampled token, [B, C]. logprobs: with gradient; old_logprobs: see `Algorithm`."""
-        offered = {name: getattr(batch, name) for name in ("teacher_logprobs", "rollout_logprobs", "sample", "group")}
-        offered |= {"logprobs": logprobs, "ratio": (logprobs - old_logprobs).exp(), "mask": batch.teaching > 0}
-        return call("teacher.divergence", self.divergence, offered)
+        ratio = (logprobs - old_logprobs).exp()
+        return batch.divergence * ratio if self.of_rollouts else self.called(batch, logprobs=logprobs, ratio=ratio)
+
+    def called(self, batch: TokenBatch, **more: Tensor) -> Tensor:
+        """Return what the function makes of the sampled tokens, [B, C]."""
+        offered = {name: getattr(batch, name) for name in OF_SAMPLED[2:]} | {"mask": batch.teaching > 0}
+        return call("teacher.divergence", self.divergence, offered | more)
 
     def of_words(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return the divergence of n tokens, [n]. student, teacher: log-probabilities [n, V]; targets: the tokens, [n]."""
+        """Return the divergence of n tokens, [n]. student, teacher: finite log-probabilities [n, V]; targets: the tokens, [n]."""
+        of_targets = {name: p.gather(-1, targets[:, None])[:, 0] for name, p in zip(OF_WORDS[2:4], (student, teacher), strict=True)}
         if self.top_k:
             best = student.detach() if self.top_of == "student" else teacher
             kept = best.topk(min(self.top_k, best.shape[-1]), dim=-1).indices
             student, teacher = coarse(student, kept, self.tail), coarse(teacher, kept, self.tail)
-        offered = {"student": student, "teacher": teacher, "targets": targets, "beta": self.beta}
+        offered = {"student": student, "teacher": teacher, "beta": self.beta, **of_targets}
         return call("teacher.divergence", self.divergence, offered)
 
     def capped(self, divergence: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
-from grpo.models.critic import logprobs_and_states, states_before
+from grpo.models.critic import states_before
 from grpo.models.divergence import Distributions, divergences
 from grpo.models.gradient_checkpointing import layers_of, recomputing
-from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
+from grpo.models.head import LOGITS_AT_ONCE, logits_at_once, token_values
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches
@@ -66,9 +66,8 @@ def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: 
     with torch.device("meta"):
         module = make_module(pretrained.outline())
         parts = [*module.modules()]
-        if has_teacher(module):
-            with module.teacher.model() as model:
-                parts = [*dict.fromkeys([*parts, *model.modules()])]
+        if teacher := teacher_of(module):
+            parts = [*dict.fromkeys([*parts, *teacher.modules()])]
     empty: dict[Tensor, Tensor] = {}  # by the tensor that it replaces: tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in parts:
@@ -120,27 +119,33 @@ def activation_bytes(
     return live.most
 
 
-def has_teacher(module: L.LightningModule) -> bool:
-    """Return whether a teacher's model computes in this process."""
-    return bool(hasattr(module, "teacher") and module.algorithm.teacher.coef and not hasattr(module.teacher, "scores"))
+def teacher_of(module: L.LightningModule) -> nn.Module | None:
+    """Return the model of a teacher, if one computes in this process."""
+    if not hasattr(module, "teacher") or not module.algorithm.teacher.coef:
+        return None
+    try:
+        with module.teacher.model() as model:
+            return model
+    except NotImplementedError:  # it is elsewhere, or there are several
+        return None
 
 
 def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> list[Tensor]:
     """Return what an update computes of a microbatch with a gradient, after the teacher's pass, if there is one."""
     policy, algorithm, heat = module.policy, module.algorithm, module.temperature
-    whole = has_teacher(module) and algorithm.teacher.of_distributions
-    if has_teacher(module):
-        with torch.no_grad(), module.teacher.model() as teacher:
-            if whole:
-                theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
-            else:
-                completion_logprobs(teacher, batch, heat, False, layout)
-    if not whole:
+    teacher, teaching = teacher_of(module), algorithm.teacher
+    with torch.no_grad():
+        if teacher and teaching.of_distributions:
+            theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
+        elif teacher:
+            completion_logprobs(teacher, batch, heat, False, layout)
+    if not (teacher and teaching.of_distributions):
         return [*completion_logprobs(policy, batch, heat, algorithm.entropy.active, layout)]
-    *outputs, states = logprobs_and_states(policy, batch, heat, algorithm.entropy.active, layout)
+    states, targets = states_before(policy.get_decoder(), batch, layout), batch.ids[:, batch.prompt_width :][batch.mask]
+    with torch.set_grad_enabled(bool(algorithm.policy_coef or algorithm.imitation.active)):
+        outputs = token_values(policy, states, targets, heat, algorithm.entropy.active)
     ours = Distributions(policy, states[torch.arange(len(states))])  # an update picks those that are taught
-    targets = batch.ids[:, batch.prompt_width :][batch.mask]
-    return [*outputs, divergences(ours, theirs, targets, heat, algorithm.teacher.of_words)]
+    return [*outputs, divergences(ours, theirs, targets, heat, teaching.of_words)]
 
 
 def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:

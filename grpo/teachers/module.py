@@ -13,10 +13,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from grpo.models.critic import logprobs_and_states, states_before
-from grpo.models.divergence import Distributions, divergences
+from grpo.models.critic import states_before
+from grpo.models.divergence import Distributions, divergences, with_own_head
+from grpo.models.head import token_values
 from grpo.models.logprobs import Layout, completion_logprobs
-from grpo.models.packing import in_microbatches, trusted
+from grpo.models.packing import trusted
 from grpo.models.temperature import temperatures
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
@@ -82,7 +83,8 @@ class Taught(GRPOModule):
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
         of, teaching = self.algorithm.imitation, self.algorithm.teacher
         tokens, given = self.teacher.extended(batch.tokens, batch, self.rollouts)
-        tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device))
+        group = tokens.sample // batch.scores.rewards.shape[1]
+        tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device), group=group)
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
@@ -104,11 +106,12 @@ class Taught(GRPOModule):
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
         """Add what stays fixed while the policy changes, the teacher's log-probabilities among it."""
-        tokens = super().freeze(tokens)
-        if tokens.teaching is None or self.algorithm.teacher.of_distributions:
+        tokens, teaching = super().freeze(tokens), self.algorithm.teacher
+        if tokens.teaching is None or teaching.of_distributions:
             return tokens
         with self.timed():
-            return replace(tokens, teacher_logprobs=self.judged(tokens))
+            judged = self.judged(tokens)
+        return teaching.fixed(replace(tokens, teacher_logprobs=judged))
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -127,7 +130,7 @@ class Taught(GRPOModule):
         read = replace(self.read, mask=tokens.teaching > 0)
         with self.teacher.model() as model:
             layout = self.teacher_layout
-            for indices, microbatch in in_microbatches(read, rows, layout[0], self.at_once.most):
+            for indices, microbatch in self.microbatches(read, rows):  # as many on every rank, as a sharded policy needs
                 width = microbatch.completion_width
                 numbers, _ = one_pass(model, completion_logprobs, microbatch, self.temperature, False, *layout)
                 logprobs[indices, :width] = numbers
@@ -188,11 +191,13 @@ class Taught(GRPOModule):
         if not (torch.is_grad_enabled() and model is self.policy and teaching.coef and teaching.of_distributions):
             return super().forward_pass(model, scored, entropy_gradient)
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
-        read = replace(self.read.rows(tokens.row), mask=members)  # [B, C'], where C' may be larger
+        read = replace(self.read.rows(tokens.row.cpu()), mask=members)
+        own = any(p.requires_grad for p in self.policy.get_output_embeddings().parameters())
         with self.timed(), self.teacher.model() as teacher, torch.no_grad():
-            states = one_pass(teacher, teacher_states, read, *self.teacher_layout)
-        lesson = Distributions(teacher, states), members, teaching
-        settings = self.temperature, entropy_gradient, *self.layout
+            copied = own and teacher is self.policy
+            judge = one_pass(teacher, distributions, read, copied, *self.teacher_layout)
+        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active)  # else the log-probabilities are only shown
+        lesson, settings = (judge, members, teaching, learns), (self.temperature, entropy_gradient, *self.layout)
         logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
         self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
         return logprobs, entropy
@@ -211,13 +216,14 @@ class Taught(GRPOModule):
         return super().loss_of(logprobs, entropy, microbatch, alpha)
 
 
-def teacher_states(model: nn.Module, batch: TokenBatch, layout: Layout, kernel: str) -> Tensor:
-    """Return the teacher's last hidden state before each token of the mask, [n, hidden]."""
-    return states_before(model.get_decoder(), batch, layout, kernel)
+def distributions(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
+    """Return what the teacher predicts at each token of the mask. copied: it needs its own head, see `with_own_head`."""
+    states = states_before(model.get_decoder(), batch, layout, kernel)
+    return Distributions(with_own_head(model) if copied else model, states)
 
 
 def logprobs_and_divergence(
-    lesson: tuple[Distributions, Tensor, Teaching],
+    lesson: tuple[Distributions, Tensor, Teaching, bool],
     model: nn.Module,
     batch: TokenBatch,
     temperature: float,
@@ -226,11 +232,15 @@ def logprobs_and_divergence(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `completion_logprobs` does, and the divergence of n tokens, [n]. lesson: the teacher, its n tokens as a mask
-    [B, C], and how the two are compared."""
-    teacher, members, teaching = lesson
-    logprobs, entropy, states = logprobs_and_states(model, batch, temperature, entropy_gradient, layout, kernel)
+    [B, C], how the two are compared, and whether the log-probabilities need a gradient."""
+    teacher, members, teaching, learns = lesson
+    states, ids = states_before(model.get_decoder(), batch, layout, kernel), batch.ids[:, batch.prompt_width :]
+    with torch.set_grad_enabled(learns):
+        heat = temperatures(batch, temperature, packed=True)
+        values = token_values(model, states, ids[batch.mask], heat, entropy_gradient)
+    nothing = torch.zeros_like(batch.rollout_logprobs)
+    logprobs, entropy = (nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
     of_members = replace(batch, mask=members, host=batch.host and replace(batch.host, mask=members.cpu()))
-    targets = batch.ids[:, batch.prompt_width :][members]
     heat = temperatures(of_members, temperature, packed=True)
     student = Distributions(model, states[members[batch.mask]])
-    return logprobs, entropy, divergences(student, teacher, targets, heat, teaching.of_words)
+    return logprobs, entropy, divergences(student, teacher, ids[members], heat, teaching.of_words)

@@ -1,1 +1,140 @@
-"""Three parts of one loss: each with a denominator of its own."""
+"""Three parts of one loss: each with a denominator of its own, whatever the layout, the microbatches, the order and the padding."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.learning import ADVANTAGES, GROUPS, fresh, rollout
+from helpers.models import disturb
+from helpers.teaching import learned, other_model, same, taught
+from peft import LoraConfig
+
+from grpo.models import head
+from grpo.models.policy import with_adapter
+from grpo.models.pretrained import Pretrained
+from grpo.objectives.distillation import iw_opd, topd, vopd
+from grpo.objectives.teaching import forward, jsd, reverse
+from grpo.rollout.collate import collate
+from grpo.teachers.kinds import Start
+
+DIVERGENCES = {
+    "sampled": {},
+    "forward": {"divergence": "forward"},
+    "reverse": {"divergence": "reverse", "cap": 2.0},
+    "jsd": {"divergence": "jsd", "beta": 0.3},
+    "top_k": {"divergence": "jsd", "top_k": 5},
+    "iw_opd": {"divergence": iw_opd},
+    "vopd": {"divergence": vopd},
+    "topd": {"divergence": topd},
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(toy, tmp_path_factory) -> str:
+    return other_model(toy, tmp_path_factory.mktemp("teacher"))
+
+
+def rows_of(model, temperature: float = 1.0):
+    """Yield the log-probabilities [c, V] of each row alone, and its sampled tokens [c]."""
+    for sample in (each for group in GROUPS for each in group):
+        turn = sample.turns[0]
+        first = len(turn.prompt_ids) - 1
+        ids = torch.tensor([turn.prompt_ids + turn.completion.ids])
+        yield (model(ids).logits[0, first:-1] / temperature).log_softmax(-1), ids[0, first + 1 :]
+
+
+def naive(policy, teacher, name: str) -> torch.Tensor:
+    """Return the divergence of each of the 10 tokens, by a formula on whole distributions."""
+    found = []
+    for (S, y), (T, _) in zip(rows_of(policy), rows_of(teacher), strict=True):
+        at = range(len(y)), y
+        own, judged = S[at], T.detach()[at]
+        if name == "sampled":
+            found.append(-own * (judged - own).detach())
+        elif name == "iw_opd":  # every token was sampled with a log-probability of -0.5
+            a, total, before = judged + 0.5, (judged + 0.5).abs().sum(), 0.0
+            for t in range(len(y)):
+                found.append(-own[t : t + 1] * a[t] * (1.5 - 0.5 * before / total))
+                before = before + a[t].abs()
+        elif name == "vopd":
+            A = judged - own + (S.exp() * (S - T)).sum(-1)
+            found.append(-own * A.detach())
+        else:
+            function = {"forward": forward, "reverse": reverse, "jsd": partial(jsd, beta=0.3)}[name]
+            found.append(function(S, T.detach()))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prompt"])
+@pytest.mark.parametrize("name", ["sampled", "forward", "reverse", "jsd", "iw_opd", "vopd"])
+def test_the_first_update_follows_the_gradient_worked_by_autograd(toy, teacher, layout, name):
+    policy = fresh(toy)
+    loss = naive(policy, Pretrained(teacher).model(), name).mean()
+    gradients = torch.autograd.grad(loss, list(policy.parameters()))
+    expected = {key: p.detach() - 0.1 * g for (key, p), g in zip(policy.named_parameters(), gradients, strict=True)}
+    found, metrics = learned(taught(fresh(toy), teacher, layout=layout, **DIVERGENCES[name]), rollout())
+    same(expected, found)
+    if name in ("forward", "reverse", "jsd"):
+        assert metrics["teacher/divergence"] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics["loss/grad_norm"] > 0.1
+
+
+CUTS = {
+    "one": {},
+    "single rows": {"max_tokens_per_microbatch": 1},
+    "packed, cut": {"layout": "packed", "max_tokens_per_microbatch": 11},
+    "padded": {"layout": "padded"},
+}
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_rows_may_be_cut_padded_and_ordered_in_any_way(toy, teacher, name, monkeypatch):
+    settings = {"imitation": {"sampled": 0.1}, "policy_coef": 0.5, **DIVERGENCES[name]}
+    several = {"num_minibatches": 2, "num_epochs": 2, "lr": 0.01}
+    cuts = [learned(taught(fresh(toy), teacher, **settings, **several, **cut), rollout()) for cut in CUTS.values()]
+    for weights, metrics in cuts[1:]:
+        same(cuts[0][0], weights)
+        assert metrics["teacher/divergence"] == pytest.approx(cuts[0][1]["teacher/divergence"], rel=1e-4, abs=1e-6)
+    once, metrics = learned(taught(fresh(toy), teacher, **settings), rollout())
+    assert metrics["loss/grad_norm"] > 0.1
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 1)  # one token in a chunk
+    turned = rollout(groups=GROUPS[::-1], rewards=ADVANTAGES.flip(0))
+    same(once, learned(taught(fresh(toy), teacher, **settings), turned)[0])
+    tokens = collate(GROUPS)
+    wide = {key: F.pad(getattr(tokens, key), (3, 2)) for key in ("ids", "attention_mask")}
+    wide |= {key: F.pad(getattr(tokens, key), (0, 2)) for key in ("mask", "rollout_logprobs", "turn")}
+    padded = rollout(tokens=replace(tokens, **wide))
+    same(once, learned(taught(fresh(toy), teacher, **settings), padded)[0])
+
+
+def test_a_teacher_inside_of_the_policy_keeps_its_own_head(toy):
+    """An adapter learns on the head, too; the teacher is the policy without it. Its distributions are those of the start."""
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
+    torch.manual_seed(0)
+    policy = with_adapter(fresh(toy), adapter)
+    disturb(policy, seed=1, size=0.1)
+    expected = naive(policy, fresh(toy), "forward").mean()
+    assert expected > 0.01
+    _, metrics = learned(taught(policy, Start(), divergence="forward"), rollout())
+    assert metrics["teacher/divergence"] == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_the_parts_do_not_dilute_each_other(toy, teacher):
+    """The gradient of all parts is the sum of their gradients, each with its coefficient."""
+
+    def change(**settings) -> dict[str, torch.Tensor]:
+        found, start = learned(taught(fresh(toy), teacher, **settings), rollout())[0], dict(fresh(toy).named_parameters())
+        return {name: p - start[name].detach() for name, p in found.items()}
+
+    nothing, whole = {"coef": 0.0}, {"divergence": "reverse"}
+    parts = [
+        change(policy_coef=1.0, **nothing),
+        change(imitation={"sampled": 1.0}, **nothing),
+        change(**whole),
+    ]
+    every = change(policy_coef=2.0, imitation={"sampled": 0.5}, coef=3.0, **whole)
+    for name, moved in every.items():
+        policy, text, divergence = (part[name] for part in parts)
+        torch.testing.assert_close(moved, 2 * policy + 0.5 * text + 3 * divergence, atol=1e-6, rtol=0)

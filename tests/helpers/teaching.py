@@ -1,0 +1,51 @@
+"""Modules that learn from a teacher, in place of a trainer."""
+
+import torch
+from torch import Tensor
+
+from grpo.models.pretrained import Pretrained
+from grpo.objectives.teaching import Imitation, Teaching
+from grpo.teachers.kinds import Model, Teacher
+from grpo.teachers.module import Taught
+from helpers.learning import make_module
+
+
+class Alone(Taught):
+    """No teacher here asks what made the rollout."""
+
+    rollouts = None
+
+
+def other_model(toy, folder, seed: int = 5) -> str:
+    """Save a model like the toy, with other weights, and return its folder."""
+    from helpers.models import disturb
+
+    model = Pretrained(str(toy)).model()
+    disturb(model, seed, size=0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def taught(policy, teacher: Teacher | str, imitation: dict | None = None, policy_coef: float = 0.0, **settings) -> Taught:
+    """Return a module that learns from a teacher, or from the model in a folder. Settings of the teaching have its names."""
+    teacher = Model(Pretrained(teacher)) if isinstance(teacher, str) else teacher
+    names = Teaching.__dataclass_fields__.keys() - {"reduce"}
+    teaching = Teaching(**{"coef": 1.0} | {name: settings.pop(name) for name in names & settings.keys()})
+    parts = {"teacher": teaching, "imitation": Imitation(**imitation or {}), "policy_coef": policy_coef}
+
+    def made(*arguments, **named) -> Taught:
+        return Alone(*arguments, **named, teacher=teacher)
+
+    return make_module(policy, module=made, **{"reduce": "token", **parts, **settings})
+
+
+def learned(module: Taught, batch) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the weights after an update, and the metrics."""
+    metrics = module.training_step(batch, 0)
+    return {name: p.detach().clone() for name, p in module.policy.named_parameters()}, metrics
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 1e-6) -> None:
+    assert one.keys() == two.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, atol=atol, rtol=0, msg=name)
