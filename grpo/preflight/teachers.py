@@ -124,7 +124,9 @@ def knows(probe: Probe) -> Checked:
     theirs, ours = module.judged(tokens)[:count][members], probe.passed[0][members]
     chance = -math.log(module.policy.config.get_text_config().vocab_size)
     if not len(theirs):
-        return Checked("WARN", "the teacher judges none of these rows", "it needs what these samples lack: see its conf file")
+        return Checked(
+            "WARN", "the teacher judges none of these rows", "it needs what these samples lack: see its conf file"
+        )
     means = f"mean {theirs.mean():.2f}, median {theirs.median():.2f} nats"
     text = f"it gives the policy's samples {means}, the policy {ours.mean():.2f}, uniform guessing {chance:.2f}"
     foreign = bool(theirs.median() < chance / 2 < ours.median())

@@ -33,9 +33,9 @@ class Watch:
 
     rounding: the difference of log-probabilities that rounding explains, in nats, as the preflight measured it. None: unknown.
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
-    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window, and
-    for eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value. floor: the low bounds that follow from it, until the next
-    window is full.
+    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window; for
+    eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value. floor: the low bounds
+    that follow from it, until the next window is full.
     """
 
     rounding: float | None = None
@@ -71,7 +71,9 @@ class Watch:
             best = tuple(self.best.get(metric.name, (0.0, 0.0)))  # a checkpoint makes it a list
             _, low = self.best[metric.name] = max(best, (value, interval[0]))
             return replace(metric, low=round(low, 3)) if interval[1] < low else metric
-        if metric.name == "teacher/divergence" and value:  # an estimate may be negative, but it is 0 of equal models alone
+        if (
+            metric.name == "teacher/divergence" and value
+        ):  # an estimate may be negative, but it is 0 of equal models alone
             start, _ = self.best.setdefault(metric.name, (value, 0.0))
             return replace(metric, low=-math.inf, high=max(metric.high, FAR * abs(start)))
         if metric.name == "rollout/effective_groups" and TAUGHT & metrics.keys():
