@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning as L
@@ -112,7 +112,7 @@ def activation_bytes(
     live = Live(before, policy.config.get_text_config().vocab_size)
     below, again = body_below_the_critic(module), optim.gradient_checkpointing
     with live, recomputing(policy, again), recomputing(below, again and below is not None):
-        outputs = outputs_of(module, batch, layout)
+        outputs = [*outputs_of(module, batch, layout)]
         if below is not None:
             outputs.append(states_before(below, batch, layout))
         sum(numbers.sum() for numbers in outputs).backward()
@@ -120,32 +120,26 @@ def activation_bytes(
 
 
 def teacher_of(module: L.LightningModule) -> nn.Module | None:
-    """Return the model of a teacher, if one computes in this process."""
-    if not hasattr(module, "teacher") or not module.algorithm.teacher.coef:
-        return None
-    try:
-        with module.teacher.model() as model:
+    """Return the model of a teacher, if one computes in this process; None if it is elsewhere, or if there are several."""
+    if hasattr(module, "teacher") and module.algorithm.teacher.coef:
+        with suppress(NotImplementedError), module.teacher.model() as model:
             return model
-    except NotImplementedError:  # it is elsewhere, or there are several
-        return None
+    return None
 
 
-def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> list[Tensor]:
+def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> Iterable[Tensor]:
     """Return what an update computes of a microbatch with a gradient, after the teacher's pass, if there is one."""
     policy, algorithm, heat = module.policy, module.algorithm, module.temperature
-    teacher, teaching = teacher_of(module), algorithm.teacher
-    with torch.no_grad():
-        if teacher and teaching.of_distributions:
+    if teacher := teacher_of(module):
+        with torch.no_grad():
             theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
-        elif teacher:
-            completion_logprobs(teacher, batch, heat, False, layout)
-    if not (teacher and teaching.of_distributions):
-        return [*completion_logprobs(policy, batch, heat, algorithm.entropy.active, layout)]
+    if not (teacher and algorithm.teacher.of_distributions):
+        return completion_logprobs(policy, batch, heat, algorithm.entropy.active, layout)
     states, targets = states_before(policy.get_decoder(), batch, layout), batch.ids[:, batch.prompt_width :][batch.mask]
     with torch.set_grad_enabled(bool(algorithm.policy_coef or algorithm.imitation.active)):
         outputs = token_values(policy, states, targets, heat, algorithm.entropy.active)
     ours = Distributions(policy, states[torch.arange(len(states))])  # an update picks those that are taught
-    return [*outputs, divergences(ours, theirs, targets, heat, teaching.of_words)]
+    return *outputs, divergences(ours, theirs, targets, heat, algorithm.teacher.of_words)
 
 
 def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:

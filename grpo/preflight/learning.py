@@ -191,7 +191,7 @@ def seconds(probe: Probe) -> float:
     if not len(rows):
         return 0.0
     lengths = probe.tokens.attention_mask[rows].sum(1)
-    passes = 1 + 4 * module.algorithm.num_epochs + probe.teacher_size()
+    passes = 1 + 4 * module.algorithm.num_epochs
     fit = probe.allowance.left(1 / 3) / passes / probe.token_seconds
     count = max(1, int((lengths.cumsum(0) <= fit).sum()))
     timed, [optimizer] = probe.tokens.rows(rows[:count]), module.trainer.optimizers

@@ -160,23 +160,9 @@ class Probe:
         return bool(self.module.algorithm.imitation.active or self.module.algorithm.teacher.coef)
 
     def assigned(self, tokens: TokenBatch) -> TokenBatch:
-        """Return rows with the weights of a text and of a teacher, and at most as many demonstrations, if the run has them."""
-        if not hasattr(self.module, "teacher"):
-            return tokens
-        with torch.no_grad():
-            assigned, fit = self.module.assigned(self.batch(tokens)), slice(0, 2 * len(tokens))
-        if len(assigned) > fit.stop:
-            assigned, self.module.read = assigned.rows(fit), self.module.read.rows(fit)
-        return assigned
-
-    def batch(self, tokens: TokenBatch) -> RolloutBatch:
-        """Return the episodes as a rollout, of which these are the rows."""
-        return RolloutBatch(self.rollouts.plan.num_rollouts, groups=self.groups, tokens=tokens, scores=self.scores)
-
-    def teacher_size(self) -> float:
-        """Return the size of the teacher's own model, as a multiple of the policy's."""
-        own = self.module.teacher.own() if hasattr(self.module, "teacher") else ()
-        return sum(x.numel() for x in own) / sum(p.numel() for p in self.module.policy.parameters())
+        """Return rows of the episodes with their weights in all parts of the loss, and demonstrations, if the run has them."""
+        batch = RolloutBatch(self.rollouts.plan.num_rollouts, groups=self.groups, tokens=tokens, scores=self.scores)
+        return self.module.assigned(batch) if hasattr(self.module, "teacher") else tokens
 
     # -- passes
 

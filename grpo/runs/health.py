@@ -9,7 +9,6 @@ from statistics import mean, median
 from grpo.system.metrics import WATCHED, Metric
 
 WINDOW = 10  # rollouts of a median, and of a mean
-FAR = 3.0  # a divergence to a teacher has risen if it is this many times its start
 TAUGHT = {"teacher/divergence", "imitation/loss"}  # metrics of runs that learn from more than rewards
 Metrics = Mapping[str, float]
 Interval = tuple[float, float]
@@ -61,8 +60,7 @@ class Watch:
             stops = abs(value) > metric.stop
             if stops or (self.unwell[metric.name] >= metric.after and metric.name not in self.silent):
                 self.silent.add(metric.name)
-                bound = f"above {metric.high:g}" if value > metric.high else f"below {metric.low:g}"
-                bound = "not a number" if math.isnan(value) else bound
+                bound = f"above {metric.high:g}" if not value < metric.low else f"below {metric.low:g}"
                 yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}", stops)
 
     def bounded(self, metric: Metric, value: float, metrics: Metrics, interval: Interval | None) -> Metric:
@@ -75,7 +73,7 @@ class Watch:
             metric.name == "teacher/divergence" and value
         ):  # an estimate may be negative, but it is 0 of equal models alone
             start, _ = self.best.setdefault(metric.name, (value, 0.0))
-            return replace(metric, low=-math.inf, high=max(metric.high, FAR * abs(start)))
+            return replace(metric, low=-math.inf, high=max(metric.high, 3 * abs(start)))
         if metric.name == "rollout/effective_groups" and TAUGHT & metrics.keys():
             return replace(metric, low=-math.inf)  # the policy learns from more than rewards
         if metric.per:

@@ -87,7 +87,7 @@ def test_a_divergence_that_rises_vanishes_or_breaks(caplog):
     assert told(0.1, 0.9, 1.0, 0.99, -0.01) == told(2.0, 5.9, 5.9, 5.9) == told(0.0, 0.0, 0.1, 0.0) == []
     assert "rollout 4: teacher/divergence is 6.1, above 6: " in told(2.0, 6.1, 6.1, 6.1)[0]
     assert "teacher/divergence is 0, below 1e-12: at 0 the teacher is the policy" in told(0.0, 0.0, 0.0)[0]
-    assert "teacher/divergence is nan, not a number" in told(*[float("nan")] * 3)[0]
+    assert "teacher/divergence is nan, above " in told(*[float("nan")] * 3)[0]
     with pytest.raises(AlarmError, match="teacher/divergence is inf"):
         told(0.1, float("inf"))
 

@@ -21,8 +21,7 @@ class RunPlan:
     """The size of a run. samples: of one rollout. max_tokens: of one completion. passes: over the training rows.
 
     problems: of one evaluation. rollout_time, update_time, evaluation_time: seconds of the whole run; 0 if nothing was timed.
-    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one. teacher: what the policy learns from beside
-    its rewards, in words.
+    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one. teacher: in words; empty if there is none.
     """
 
     rollouts: int
@@ -64,8 +63,7 @@ class RunPlan:
             times = {"rollouts": self.rollout_time, "updates": self.update_time, "evaluations": self.evaluation_time}
             parts = ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in times.items() if part)
             cost = [f"about {duration(self.seconds)} ({parts})", *cost]
-        others = [self.teacher] if self.teacher else []
-        return [f"plan: {line}" for line in (f"{work}{evaluated}", *others, ", ".join(cost)) if line]
+        return [f"plan: {line}" for line in (f"{work}{evaluated}", self.teacher, ", ".join(cost)) if line]
 
 
 def duration(seconds: float) -> str:
@@ -77,16 +75,11 @@ def duration(seconds: float) -> str:
 
 
 def teacher_words(probe: Probe) -> str:
-    """Return what a policy learns from beside its rewards, as `teacher: FOLDER, divergence sampled, coef 1`."""
-    algorithm, teacher = probe.module.algorithm, getattr(probe.module, "teacher", None)
-    if teacher is None:
-        return ""
+    """Return a teacher in words, as `teacher: FOLDER, divergence sampled, coef 1`; empty if there is none."""
+    of, teacher = probe.module.algorithm.teacher, getattr(probe.module, "teacher", None)
     name = getattr(getattr(teacher, "pretrained", None), "path", type(teacher).__name__.lower())
-    words, divergence = [f"teacher: {name}"], algorithm.teacher.divergence
-    if coef := algorithm.teacher.coef:
-        words += [f"divergence {getattr(divergence, '__name__', divergence)}", f"coef {coef:g}"]
-    words += [f"imitation of {kind} tokens {weight:g}" for kind, weight in vars(algorithm.imitation).items() if weight]
-    return ", ".join(words)
+    divergence = getattr(of.divergence, "__name__", str(of.divergence))
+    return f"teacher: {name}, divergence {divergence}, coef {of.coef:g}" if of.coef else ""
 
 
 def plan_of(
