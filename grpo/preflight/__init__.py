@@ -6,7 +6,7 @@ and puts everything back, so that runs with and without preflight have equal num
 
 from collections.abc import Callable
 
-from grpo.preflight import data, episodes, learning, sampling
+from grpo.preflight import data, episodes, learning, sampling, teachers
 from grpo.preflight.plan import disk
 from grpo.preflight.probe import Checked, Probe
 
@@ -30,4 +30,10 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the gradient ignores microbatches": learning.gradient,
     "the devices' gradients add up": learning.devices,
     "the disk has room": disk.room,
+}
+TAUGHT: dict[str, Callable[[Probe], Checked]] = {  # of runs with a choice of conf/teacher
+    "the teacher reads the same tokens": teachers.tokenizer,
+    "the teacher's numbers are its own": teachers.numbers,
+    "the teacher knows these texts": teachers.knows,
+    "the texts to learn from are there": teachers.texts,
 }

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
-from grpo.preflight import CHECKS
+from grpo.preflight import CHECKS, TAUGHT
 from grpo.preflight.forecast import Part
 from grpo.preflight.plan import RunPlan, plan_of
 from grpo.preflight.probe import Checked, Probe
@@ -79,7 +79,7 @@ class PreflightCallback(L.Callback):
             return self.judge()
         rollouts, version = self.rollout.rollouts, self.rollout.learned
         probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version, parts=self.parts)
-        checks = {} if self.mode == "off" else CHECKS
+        checks = {} if self.mode == "off" else CHECKS | (TAUGHT if hasattr(module, "teacher") else {})
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
         before = everything(self.rollout.objects)
@@ -127,14 +127,15 @@ class PreflightCallback(L.Callback):
 
 def check_named(part: str) -> str:
     """Return the name of the check that has this part. Raises UserError if no check has it, or several."""
-    named = [part] if part in CHECKS else [name for name in CHECKS if part in name]
+    checks = CHECKS | TAUGHT
+    named = [part] if part in checks else [name for name in checks if part in name]
     if len(named) == 1:
         return named[0]
     if named:
         raise UserError(f"preflight.skip=[{part}] is in several names: {' | '.join(named)}; give more of one")
-    near = get_close_matches(part, CHECKS, n=1, cutoff=0.4)
+    near = get_close_matches(part, checks, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"preflight.skip=[{part}] is no check{hint}; the checks: {' | '.join(CHECKS)}")
+    raise UserError(f"preflight.skip=[{part}] is no check{hint}; the checks: {' | '.join(checks)}")
 
 
 def agreed(verdict: Checked) -> Checked:

@@ -157,10 +157,12 @@ def rewards(probe: Probe) -> Checked:
 def signal(probe: Probe) -> Checked:
     """Rewards differ within groups (or what selection.by asks for). If not in the probe, more groups are asked, whatever that
     takes: a run without signal learns nothing."""
+    if not probe.module.algorithm.policy_coef:
+        return Checked("SKIP", "algo.policy_coef=0: the policy learns from no reward")
     size, groups = probe.rollouts.plan.group_size, probe.groups
     by = "correct" if getattr(probe.rollouts.selection, "by", None) == "correct" else "reward"
     live = int(probe.scores.has_signal(by).sum())
-    for more in probe.further() if not live else ():
+    for more in () if live or probe.beyond_rewards else probe.further():
         groups = groups + more
         if live := int(scores(groups).has_signal(by).sum()):
             break
@@ -188,7 +190,10 @@ def signal(probe: Probe) -> Checked:
         (solved == 0, "no answer is right: take easier problems, a better model, or more samples per prompt"),
         (True, f"rewards differ between prompts only: {sorted(values)[:3]}"),
     ]
-    return Checked("FAIL", text, next(words for applies, words in causes if applies))
+    remedy = next(words for applies, words in causes if applies)
+    if probe.beyond_rewards:
+        return Checked("WARN", f"{text}: at first the policy learns from its teacher or texts alone", remedy)
+    return Checked("FAIL", text, remedy)
 
 
 def differing(groups: Sequence[Group]) -> str:

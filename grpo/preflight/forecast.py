@@ -149,7 +149,8 @@ class Sizes:
         learned = learned_by(optimizer)  # the float32 masters, if there are any
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
-        held = [*model, *learned, *gradients, *copies]
+        teacher = module.teacher.own() if hasattr(module, "teacher") else []
+        held = [*model, *learned, *gradients, *copies, *teacher]
         mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight
         low_shards = sharded and mixed and policy.dtype.itemsize == 4
@@ -177,6 +178,7 @@ class Sizes:
             Part("masters", masters, lora, host=optim.offload),
             Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
             Part("reference", bytes_of(copies) // of_device, lora),
+            Part("teacher", bytes_of(teacher), "teacher.model.dtype=bfloat16"),
             Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
             Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),
             Part("buckets", buckets, lora),  # of gradients, in DistributedDataParallel

@@ -57,12 +57,14 @@ def weights(probe: Probe) -> Checked:
     tokens, algorithm, world = probe.tokens, probe.module.algorithm, distributed.world_size()
     if callable(algorithm.reduce):
         return Checked("SKIP", "the reduction is a function of yours")
+    if not algorithm.policy_coef:
+        return Checked("SKIP", "algo.policy_coef=0: the policy learns from no reward")
     lengths = torch.zeros(len(probe.samples), device=tokens.ids.device)
     lengths.index_add_(0, tokens.sample, tokens.mask.sum(1).float())
     ones, total, answered = torch.ones_like(lengths), lengths.sum(), (lengths > 0).sum()
     shares = {"sequence": 1 / (answered * lengths), "token": ones / total, "sum": ones / answered}
     shares["constant"] = ones / (len(lengths) * algorithm.max_tokens)
-    right = torch.where(tokens.mask, shares[algorithm.reduce][tokens.sample, None], 0.0)
+    right = torch.where(tokens.mask, shares[algorithm.reduce][tokens.sample, None] * algorithm.policy_coef, 0.0)
     ours = probe.module.weighed(tokens, len(lengths) * world).weights
     sums = f"{float(ours.sum()):.6g} together, {float(right.sum()):.6g} by {algorithm.reduce}"
     equal = torch.allclose(ours, right, rtol=1e-4, atol=0)
@@ -136,11 +138,11 @@ def devices(probe: Probe) -> Checked:
 
 def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:
     """Return these rows ready for the loss, with advantages 1, -2, 3, -4 ...: of both signs, and equal rows do not cancel."""
-    module = probe.module
+    module, tokens = probe.module, probe.assigned(tokens)
     number = torch.arange(1, len(tokens) + 1, device=tokens.ids.device)
     advantages = torch.where(number % 2 == 1, 1.0, -1.0) * number
-    weights = module.algorithm.weights(tokens.mask, tokens.sample)
-    tokens = replace(tokens, advantages=tokens.mask * advantages[:, None], weights=weights)
+    tokens = replace(tokens, advantages=tokens.mask * advantages[:, None])
+    tokens = module.weighed(tokens, float(len(tokens.sample.unique()) * distributed.world_size()))
     with torch.no_grad():
         tokens = module.freeze(tokens)
     return tokens if tokens.old_logprobs is not None else replace(tokens, old_logprobs=probe.trainer(tokens)[0])
@@ -174,7 +176,8 @@ def backward(module: GRPOModule, microbatch: TokenBatch, scale: float = 1.0) -> 
         logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
         if microbatch.old_logprobs is None:
             microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-        loss, logged = module.algorithm.loss(logprobs, entropy, microbatch, module.entropy.alpha)
+        loss_of = module.loss_of if hasattr(module, "teacher") else module.algorithm.loss  # a critic's needs returns
+        loss, logged = loss_of(logprobs, entropy, microbatch, module.entropy.alpha)
         (loss * scale).backward()
     return float(loss.detach()), {"logprobs": logprobs.detach(), **logged}
 
@@ -183,7 +186,7 @@ def seconds(probe: Probe) -> float:
     """Return the seconds that an update on the probe's episodes takes, by those of as many of its rows as there is time for. As
     in a run, groups without signal are skipped, and less goes through the model at once if memory runs out."""
     module, scores = probe.module, probe.scores
-    live = scores.has_signal().repeat_interleave(probe.rollouts.plan.group_size)
+    live = scores.has_signal().repeat_interleave(probe.rollouts.plan.group_size) | probe.beyond_rewards
     rows = live[probe.tokens.sample.cpu()].nonzero().flatten().to(module.device)
     if not len(rows):
         return 0.0

@@ -27,6 +27,7 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
 from grpo.system.distributed import computes_in, one_pass
 from grpo.system.loading import kind_of
+from grpo.training.batch import RolloutBatch
 from grpo.training.loss_scale import MIXED
 from grpo.training.module import GRPOModule
 
@@ -150,6 +151,18 @@ class Probe:
     def tokens(self) -> TokenBatch:
         """The rows of the episodes."""
         return collate(self.groups).to(self.module.device)
+
+    # -- teachers
+
+    @property
+    def beyond_rewards(self) -> bool:
+        """Whether the policy learns from anything but rewards."""
+        return bool(self.module.algorithm.imitation.active or self.module.algorithm.teacher.coef)
+
+    def assigned(self, tokens: TokenBatch) -> TokenBatch:
+        """Return rows of the episodes with their weights in all parts of the loss, and demonstrations, if the run has them."""
+        batch = RolloutBatch(self.rollouts.plan.num_rollouts, groups=self.groups, tokens=tokens, scores=self.scores)
+        return self.module.assigned(batch) if hasattr(self.module, "teacher") else tokens
 
     # -- passes
 

@@ -9,6 +9,7 @@ from statistics import mean, median
 from grpo.system.metrics import WATCHED, Metric
 
 WINDOW = 10  # rollouts of a median, and of a mean
+TAUGHT = {"teacher/divergence", "imitation/loss"}  # metrics of runs that learn from more than rewards
 Metrics = Mapping[str, float]
 Interval = tuple[float, float]
 
@@ -31,9 +32,9 @@ class Watch:
 
     rounding: the difference of log-probabilities that rounding explains, in nats, as the preflight measured it. None: unknown.
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
-    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window, and
-    for eval/accuracy the best value and the low end of its interval. floor: the low bounds that follow from it, until the next
-    window is full.
+    of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window; for
+    eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value. floor: the low bounds
+    that follow from it, until the next window is full.
     """
 
     rounding: float | None = None
@@ -59,7 +60,7 @@ class Watch:
             stops = abs(value) > metric.stop
             if stops or (self.unwell[metric.name] >= metric.after and metric.name not in self.silent):
                 self.silent.add(metric.name)
-                bound = f"above {metric.high:g}" if value > metric.high else f"below {metric.low:g}"
+                bound = f"above {metric.high:g}" if not value < metric.low else f"below {metric.low:g}"
                 yield Finding(rollout, metric.name, value, f"{bound}: {metric.advice}", stops)
 
     def bounded(self, metric: Metric, value: float, metrics: Metrics, interval: Interval | None) -> Metric:
@@ -68,6 +69,13 @@ class Watch:
             best = tuple(self.best.get(metric.name, (0.0, 0.0)))  # a checkpoint makes it a list
             _, low = self.best[metric.name] = max(best, (value, interval[0]))
             return replace(metric, low=round(low, 3)) if interval[1] < low else metric
+        if (
+            metric.name == "teacher/divergence" and value
+        ):  # an estimate may be negative, but it is 0 of equal models alone
+            start, _ = self.best.setdefault(metric.name, (value, 0.0))
+            return replace(metric, low=-math.inf, high=max(metric.high, 3 * abs(start)))
+        if metric.name == "rollout/effective_groups" and TAUGHT & metrics.keys():
+            return replace(metric, low=-math.inf)  # the policy learns from more than rewards
         if metric.per:
             return replace(metric, low=metric.low * metrics.get(metric.per, math.inf))
         older = metrics.get("rollout/staleness", 0) > 0

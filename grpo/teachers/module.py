@@ -4,6 +4,9 @@ update, a teacher scores the tokens that the policy learns from.
 Each part has a denominator of its own, over all ranks and microbatches of an update.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -60,6 +63,7 @@ class Taught(GRPOModule):
         self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
         self.parts = Means()  # of the two parts, in the latest update
         self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
+        self.seconds = 0.0  # of the teacher, in this rollout
 
     @property
     def rollouts(self) -> Rollouts:
@@ -83,10 +87,12 @@ class Taught(GRPOModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Give every token its weight in each part, then learn from the rollout."""
-        batch.tokens = self.assigned(batch)
+        batch.tokens, self.seconds = self.assigned(batch), 0.0
         metrics = super().training_step(batch, batch_idx)
-        batch.tokens = replace(batch.tokens, divergence=self.seen if self.algorithm.teacher.coef else None)
-        return metrics
+        if not self.algorithm.teacher.coef:
+            return metrics
+        batch.tokens = replace(batch.tokens, divergence=self.seen)
+        return metrics | {"time/teacher": self.seconds}
 
     def assigned(self, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
@@ -103,25 +109,23 @@ class Taught(GRPOModule):
             sampled = sampled & ~batch.scores.truncated.flatten().to(sampled.device)[tokens.sample, None]
         taught = sampled if judged is None else sampled & judged[:, None]
         if judged is not None:
-            kept, rows = distributed.all_sum(
-                torch.stack([judged.sum(), torch.full_like(judged.sum(), len(judged))]).float()
-            )
+            kept, rows = distributed.all_sum(torch.stack([judged, torch.ones_like(judged)]).float().sum(1))
             batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
         self.beyond = bool(texts.any() or unknown or self.algorithm.by_source)
         if texts.any():  # a text has no temperature of sampling
             own = torch.zeros_like(tokens.rollout_logprobs) if tokens.temperature is None else tokens.temperature
             tokens = replace(tokens, temperature=torch.where(texts, 1.0, own))
-        if (
-            not self.algorithm.policy_coef and not teaching.coef
-        ):  # whoever sampled a token, nobody asks how probable it was
+        if not self.algorithm.policy_coef and not teaching.coef:  # nobody asks how probable its sampler found a token
             tokens = replace(tokens, fresh=torch.zeros_like(tokens.sample, dtype=torch.bool))
         policy, imitation, teacher = (self.factors(part, tokens, batch) for part in ("policy", "imitation", "teacher"))
         self.of_policy = policy
         return replace(
             tokens,
             mask=tokens.mask & (policy > 0),
-            imitation=imitation * (of.sampled * sampled + of.observed * observed + of.given * given),
+            imitation=imitation * (of.sampled * sampled + of.observed * observed + of.given * given)
+            if of.active
+            else None,
             teaching=teacher * teaching.coef * taught if teaching.coef else None,
         )
 
@@ -150,7 +154,16 @@ class Taught(GRPOModule):
         tokens = replace(super().freeze(self.scored(tokens)), mask=tokens.mask, host=tokens.host)
         if tokens.teaching is None or teaching.of_distributions:
             return tokens
-        return teaching.fixed(replace(tokens, teacher_logprobs=self.judged(tokens)))
+        with self.timed():
+            judged = self.judged(tokens)
+        return teaching.fixed(replace(tokens, teacher_logprobs=judged))
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds of this block to those of the teacher; on a GPU, which nobody waits for, those until its calls return."""
+        begun = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begun
 
     @torch.no_grad()
     def judged(self, tokens: TokenBatch) -> Tensor:
@@ -179,20 +192,17 @@ class Taught(GRPOModule):
         minibatch = super().weighed(minibatch, count)
         if self.algorithm.by_source:
             minibatch = replace(minibatch, weights=minibatch.weights * self.of_policy[minibatch.row])
-        imitation, teaching = (
-            torch.zeros_like(minibatch.weights) if weights is None else weights
-            for weights in (minibatch.imitation, minibatch.teaching)
-        )
-        imitation = imitation * self.shares(imitation > 0, "token", minibatch, count)
-        if self.algorithm.teacher.coef:
-            teaching = teaching * self.shares(teaching > 0, self.algorithm.teacher.reduce, minibatch, count)
-            minibatch = replace(minibatch, teaching=teaching)
-        return replace(minibatch, imitation=imitation)
-
-    def shares(self, members: Tensor, reduce, minibatch: TokenBatch, count: float) -> Tensor:
-        """Return each member's share in a part of the loss, [B, C]. Gradients of ranks are averaged."""
-        settings = reduce, self.algorithm.max_tokens, minibatch.sample, distributed.all_sum, count
-        return token_weights(members, *settings) * distributed.world_size()
+        of, teaching = self.algorithm.imitation, self.algorithm.teacher
+        for name, active, reduce in (("imitation", of.active, "token"), ("teaching", teaching.coef, teaching.reduce)):
+            if active:  # on every rank, since they count together; a rank without a row has no weights
+                weights = getattr(minibatch, name)
+                weights = torch.zeros_like(minibatch.weights) if weights is None else weights
+                settings = reduce, self.algorithm.max_tokens, minibatch.sample, distributed.all_sum, count
+                share = (
+                    token_weights(weights > 0, *settings) * distributed.world_size()
+                )  # gradients of ranks are averaged
+                minibatch = replace(minibatch, **{name: weights * share})
+        return minibatch
 
     def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:
         """Add the gradients of all parts. Returns the log-probabilities, [B, C], and metrics."""
@@ -203,10 +213,10 @@ class Taught(GRPOModule):
 
     def scored(self, tokens: TokenBatch) -> TokenBatch:
         """Return the tokens with a mask of all that are learned from, in any part."""
-        if not self.beyond or tokens.imitation is None:
+        parts = [weights > 0 for weights in (tokens.imitation, tokens.teaching) if weights is not None]
+        if not self.beyond or not parts:
             return tokens
-        mask = tokens.mask | (tokens.imitation > 0)
-        mask = mask if tokens.teaching is None else mask | (tokens.teaching > 0)
+        mask = torch.stack([tokens.mask, *parts]).any(0)
         return replace(tokens, mask=mask, host=tokens.host and replace(tokens.host, mask=mask.cpu()))
 
     def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -216,7 +226,7 @@ class Taught(GRPOModule):
             return super().forward_pass(model, scored, entropy_gradient)
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
         read = replace(self.read.rows(tokens.row.cpu()), mask=members)
-        with torch.no_grad():
+        with self.timed(), torch.no_grad():
             judge = self.teacher.distributions(read, self.passes)
         # in other parts of the loss, or in none, which has a gradient of 0; else the log-probabilities are only shown
         learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active or tokens.teaching is None)

@@ -5,7 +5,7 @@ import csv
 import pytest
 from conftest import EXAMPLES, compose_config
 
-TIMES = """time/rollout time/update time/sync time/eval time/played time/score time/started tokens/s
+TIMES = """time/rollout time/update time/sync time/eval time/played time/score time/teacher time/started tokens/s
     memory/rollout memory/update""".split()
 
 

@@ -283,6 +283,34 @@ def test_a_critic_takes_its_weights_and_what_they_entail(toy):
     assert foreseen["model"]["activations"] > 1.5 * plain["activations"] >= 1.4 * foreseen["head"]["activations"]
 
 
+@pytest.mark.parametrize("divergence", ["sampled", pytest.param("reverse", marks=SLOW)])
+def test_a_teacher_takes_its_weights_and_its_pass(toy, tmp_path, divergence):
+    """A teacher of twice the depth that reads a microbatch, and whole distributions of its tokens, to a hundredth."""
+    folder, vocabulary = tmp_path / "teacher", Pretrained(str(toy)).config().vocab_size
+    AutoModelForCausalLM.from_config(large(vocabulary, num_hidden_layers=4)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(toy).save_pretrained(folder)
+    settings = ["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20", "optim.max_tokens_per_microbatch=100000"]
+    run = Run(str(toy), "algo=opd", f"teacher.model.path={folder}", f"algo.teacher.divergence={divergence}", *settings)
+    foreseen = run.forecast(30)
+    module = run.module(run.pretrained.model())
+    assert foreseen["teacher"] == bytes_of(module.teacher.loaded.parameters()) + bytes_of(
+        module.teacher.loaded.buffers()
+    )
+    batch = minibatch(run.plan, 30, 4)
+    batch = module.read = replace(batch, row=torch.arange(4), teaching=torch.ones(4, 20))
+    for p in module.policy.parameters():
+        p.grad = torch.zeros_like(p)
+    module.judged(batch)  # and layouts are chosen
+    held = [*module.policy.parameters(), *module.policy.buffers(), *module.teacher.own()]
+    with Live([*held, *(p.grad for p in module.policy.parameters())], vocabulary) as live:
+        if divergence == "sampled":
+            module.judged(batch)
+        logprobs, entropy = module.forward_pass(module.policy, batch, False)
+        parts = [logprobs, entropy] if divergence == "sampled" else [module.divergence]
+        sum(part.sum() for part in parts).backward()
+    assert foreseen["activations"] + foreseen["logits"] == pytest.approx(live.most.total(), rel=0.01)
+
+
 @pytest.mark.slow
 def test_arithmetic_in_16_bits_and_several_devices(toy):
     settings, prompt = SIZES["large"]
@@ -405,6 +433,7 @@ REAL = [
         marks=SLOW,
         id="larger",
     ),
+    pytest.param({}, ["algo=gkd", "rollout.group_size=8", "max_tokens=4"], marks=SLOW, id="teacher"),
 ]
 
 
@@ -416,7 +445,8 @@ def test_a_run_takes_what_was_foreseen(smoke, toy, tmp_path, caplog, shape, sett
     AutoModelForCausalLM.from_config(large(100_000, **shape)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(toy).save_pretrained(folder)
     bfloat16 = ["model.dtype=bfloat16", "adapter=lora", "forecast=true"]
-    config = compose_config(*smoke("eval.every=0", f"model.path={folder}", *bfloat16, *settings))
+    teacher = [f"teacher.model.path={folder}"] if "algo=gkd" in settings else []
+    config = compose_config(*smoke("eval.every=0", f"model.path={folder}", *bfloat16, *settings, *teacher))
     config.task = VARIED
     caplog.set_level("INFO")
     train(config)

@@ -78,6 +78,25 @@ def test_groups_without_signal_are_told_when_they_go_on(caplog):
     )
 
 
+def test_a_divergence_that_rises_vanishes_or_breaks(caplog):
+    """It may be three times its start, or 1 nat. An estimate may be below 0, but at 0 itself teacher and policy are one model."""
+
+    def told(*values: float) -> list[str]:
+        return said(Health(), caplog, *({"teacher/divergence": value} for value in values))
+
+    assert told(0.1, 0.9, 1.0, 0.99, -0.01) == told(2.0, 5.9, 5.9, 5.9) == told(0.0, 0.0, 0.1, 0.0) == []
+    assert "rollout 4: teacher/divergence is 6.1, above 6: " in told(2.0, 6.1, 6.1, 6.1)[0]
+    assert "teacher/divergence is 0, below 1e-12: at 0 the teacher is the policy" in told(0.0, 0.0, 0.0)[0]
+    assert "teacher/divergence is nan, above " in told(*[float("nan")] * 3)[0]
+    with pytest.raises(AlarmError, match="teacher/divergence is inf"):
+        told(0.1, float("inf"))
+
+
+def test_equal_rewards_are_no_news_where_a_teacher_or_a_text_teaches(caplog):
+    for more in ("teacher/divergence", "imitation/loss"):
+        assert said(Health(), caplog, *[{"rollout/effective_groups": 0.0, more: 0.5}] * 3) == []
+
+
 def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
     def told(gap: float, staleness: float) -> list[str]:
         return said(Health(), caplog, {"rollout/logprob_gap": gap, "rollout/staleness": staleness})

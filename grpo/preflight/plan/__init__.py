@@ -21,7 +21,7 @@ class RunPlan:
     """The size of a run. samples: of one rollout. max_tokens: of one completion. passes: over the training rows.
 
     problems: of one evaluation. rollout_time, update_time, evaluation_time: seconds of the whole run; 0 if nothing was timed.
-    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one.
+    memory, disk: bytes; 0 if unknown. devices: share the work; memory is that of one. teacher: in words; empty if there is none.
     """
 
     rollouts: int
@@ -39,6 +39,7 @@ class RunPlan:
     update_time: float = 0.0
     evaluation_time: float = 0.0
     devices: int = 1
+    teacher: str = ""
 
     @property
     def seconds(self) -> float:
@@ -62,7 +63,7 @@ class RunPlan:
             times = {"rollouts": self.rollout_time, "updates": self.update_time, "evaluations": self.evaluation_time}
             parts = ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in times.items() if part)
             cost = [f"about {duration(self.seconds)} ({parts})", *cost]
-        return [f"plan: {work}{evaluated}", *([f"plan: {', '.join(cost)}"] if cost else [])]
+        return [f"plan: {line}" for line in (f"{work}{evaluated}", self.teacher, ", ".join(cost)) if line]
 
 
 def duration(seconds: float) -> str:
@@ -71,6 +72,14 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def teacher_words(probe: Probe) -> str:
+    """Return a teacher in words, as `teacher: FOLDER, divergence sampled, coef 1`; empty if there is none."""
+    of, teacher = probe.module.algorithm.teacher, getattr(probe.module, "teacher", None)
+    name = getattr(getattr(teacher, "pretrained", None), "path", type(teacher).__name__.lower())
+    divergence = getattr(of.divergence, "__name__", str(of.divergence))
+    return f"teacher: {name}, divergence {divergence}, coef {of.coef:g}" if of.coef else ""
 
 
 def plan_of(
@@ -94,6 +103,7 @@ def plan_of(
         memory=largest_phase(on_device),
         disk=sum(checkpoint_bytes(probe, parts, writer) for writer in callbacks_of(callbacks, Checkpoint)),
         devices=distributed.world_size(),
+        teacher=teacher_words(probe),
     )
     if not timed:
         return sized

@@ -1,0 +1,164 @@
+"""Checks of a teacher: each finds, by name, the fault that is planted for it; a sound run passes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import compose_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.apps.demo_model import SHIPPED
+from grpo.models.divergence import Distributions
+from grpo.models.pretrained import Pretrained
+from grpo.objectives.teaching import Imitation, Teaching
+from grpo.preflight import TAUGHT, data, learning
+from grpo.preflight import callback as preflight
+from grpo.preflight.probe import Checked, Probe
+from grpo.runs.runs import Run
+from train import train
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory) -> Iterator[tuple[Probe, dict]]:
+    """The probe and the manifest of a run whose teacher is the policy with other weights."""
+    folder, found = tmp_path_factory.mktemp("run"), []
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED / "wordmath")
+    torch.manual_seed(0)
+    for p in model.parameters():
+        p.data += 0.1 * p.data.std() * torch.randn_like(p)
+    model.save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(SHIPPED / "wordmath").save_pretrained(folder / "teacher")
+    settings = "callbacks=none forecast=false task.train_size=50 task.test_size=20 logger=csv preflight=only"
+    settings += " rollout.prompts=4 rollout.group_size=4 rollout.sampling.temperature=0.8 algo=opd"
+    with pytest.MonkeyPatch.context() as patch:
+        run = preflight.outcome
+        patch.setattr(preflight, "outcome", lambda check, probe: found.append(probe) or run(check, probe))
+        with pytest.raises(SystemExit):
+            paths = f"teacher.model.path={folder / 'teacher'}", f"output_dir={folder / 'out'}"
+            train(compose_config(*settings.split(), *paths))
+    yield found[0], Run(folder / "out").manifest
+
+
+@pytest.fixture
+def probe(checked) -> Probe:
+    """That probe, which keeps its episodes."""
+    return checked[0]
+
+
+def found(name: str, probe: Probe) -> Checked:
+    return preflight.outcome(TAUGHT[name], probe)
+
+
+@pytest.fixture
+def whole(probe, monkeypatch) -> Probe:
+    """The probe with a divergence of whole distributions."""
+    teaching = Teaching(coef=1.0, divergence="jsd")
+    monkeypatch.setattr(probe.module, "algorithm", replace(probe.module.algorithm, teacher=teaching))
+    return probe
+
+
+def test_a_sound_teacher_passes_and_is_in_the_plan(checked):
+    verdicts, plan = checked[1]["preflight"], checked[1]["plan"]
+    skipped = {name for name, verdict in verdicts.items() if verdict["result"] == "SKIP"}
+    assert {verdict["result"] for verdict in verdicts.values()} == {"PASS", "SKIP"}
+    assert {"there is something to learn", "tokens have the weights of the loss"} < skipped
+    assert skipped & TAUGHT.keys() == {"the texts to learn from are there"}
+    assert verdicts["the gradient ignores microbatches"]["result"] == "PASS"
+    assert plan["teacher"].startswith("teacher: /") and plan["teacher"].endswith("teacher, divergence sampled, coef 1")
+
+
+def test_whole_distributions_pass_too(whole):
+    assert {found(name, whole).result for name in [*TAUGHT][:3]} == {"PASS"}
+    assert preflight.outcome(learning.gradient, whole).result == "PASS"
+
+
+def test_a_teacher_without_training(probe, monkeypatch):
+    """The median says so: single tokens may be unlikely for a sound teacher, too."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(probe.module.teacher, "loaded", probe.module.teacher.pretrained.outline())
+    verdict = found("the teacher knows these texts", probe)
+    assert (
+        verdict.result == "FAIL"
+        and "uniform guessing -6.0" in verdict.compared
+        and "without training" in verdict.remedy
+    )
+    assert found("the teacher's numbers are its own", probe).result == "PASS"
+
+
+def test_another_temperature(probe, monkeypatch):
+    judged = probe.module.judged
+
+    def sharper(tokens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probe.module, "temperature", 1.0)
+            return judged(tokens)
+
+    monkeypatch.setattr(probe.module, "judged", sharper)
+    verdict = found("the teacher's numbers are its own", probe)
+    assert verdict.result == "FAIL" and verdict.remedy == "they are those of temperature 1"
+
+
+def test_another_temperature_of_whole_distributions(whole, monkeypatch):
+    logits = Distributions.logits
+    teacher = whole.module.teacher.loaded
+    halved = lambda self, states: logits(self, states) * (0.5 if self.model is teacher else 1.0)  # noqa: E731
+    monkeypatch.setattr(Distributions, "logits", halved)
+    verdict = found("the teacher's numbers are its own", whole)
+    assert verdict.result == "FAIL" and verdict.remedy == "they are those of temperature 1.6"
+
+
+@pytest.mark.parametrize(("by", "where"), [(1, "before"), (-1, "after")])
+def test_a_mask_that_is_off_by_one(probe, monkeypatch, by, where):
+    judged = probe.module.judged
+    monkeypatch.setattr(probe.module, "judged", lambda tokens: judged(tokens).roll(by, 1))
+    verdict = found("the teacher's numbers are its own", probe)
+    assert verdict.result == "FAIL" and verdict.remedy == f"they are those of the token {where}"
+
+
+def test_a_teacher_that_reads_other_tokens(probe, monkeypatch):
+    late = lambda tokens, *_: (replace(tokens, ids=tokens.ids.roll(1, 1)), None)  # noqa: E731
+    monkeypatch.setattr(probe.module.teacher, "reading", late)
+    verdict = found("the teacher's numbers are its own", probe)
+    assert verdict.result == "FAIL" and verdict.remedy.startswith("look at what it reads")
+
+
+def test_another_tokenizer(probe, toy, monkeypatch):
+    monkeypatch.setattr(probe.module.teacher, "pretrained", Pretrained(str(toy)))
+    verdict = found("the teacher reads the same tokens", probe)
+    assert verdict.result == "FAIL" and "another tokenizer" in verdict.remedy
+
+
+def test_a_teacher_elsewhere(probe, monkeypatch):
+    """A server's model cannot be compared, but whether it knows these texts is measured."""
+
+    @contextmanager
+    def elsewhere():
+        raise NotImplementedError
+        yield
+
+    known = probe.module.judged(probe.assigned(probe.compared))
+    monkeypatch.setattr(probe.module.teacher, "model", elsewhere)
+    assert found("the teacher's numbers are its own", probe).result == "SKIP"
+    for values, result in ((known, "PASS"), (known - 3, "WARN"), (known - 9, "FAIL")):
+        monkeypatch.setattr(probe.module, "judged", lambda tokens, values=values: values)
+        assert found("the teacher knows these texts", probe).result == result
+
+
+def test_texts_that_are_not_there_and_wrong_ones(probe, monkeypatch):
+    def of(**weights: float) -> Checked:
+        monkeypatch.setattr(probe.module, "algorithm", replace(probe.module.algorithm, imitation=Imitation(**weights)))
+        return found("the texts to learn from are there", probe)
+
+    silent, none, wrong = of(observed=0.05), of(given=1.0), of(sampled=1.0)
+    assert silent.result == "FAIL" and "observed weighs nothing: the environment says nothing after" in silent.remedy
+    assert none.result == "FAIL" and "given weighs nothing" in none.remedy
+    assert wrong.result == "WARN" and wrong.compared.endswith("of the samples are right")
+
+
+def test_a_policy_without_signal_may_learn_from_its_teacher(probe, monkeypatch):
+    monkeypatch.setattr(probe.module, "algorithm", replace(probe.module.algorithm, policy_coef=1.0))
+    monkeypatch.setitem(vars(probe), "scores", replace(probe.scores, rewards=torch.zeros_like(probe.scores.rewards)))
+    verdict = data.signal(probe)
+    assert verdict.result == "WARN" and "from its teacher or texts alone" in verdict.compared
