@@ -15,7 +15,8 @@ import grpo
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    "system env data rewards objectives models engines rollout evaluation runs report training teachers preflight config apps serve"
+    "system env data rewards objectives models engines rollout evaluation runs report training teachers preflight config "
+    "apps serve"
 ).split()
 PROGRAMS = {"export", "from_trl", "launch", "plots", "prefetch"}  # python -m grpo.export, ...
 

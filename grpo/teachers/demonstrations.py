@@ -137,7 +137,7 @@ class Right(Outer):
         return [group for group in right if group]
 
 
-class Given(Teacher):
+class Beside(Teacher):
     """No model, but the demonstration of each prompt of a rollout, in a row beside the samples (teacher=rows)."""
 
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:

@@ -160,7 +160,7 @@ class Taught(GRPOModule):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the seconds of this block to those of the teacher; on a GPU, which nobody waits for, those until its calls return."""
+        """Add the seconds of this block to those of the teacher; on a GPU those until its calls return."""
         begun = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - begun

@@ -21,7 +21,7 @@ from grpo.objectives.teaching import Imitation
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Limits
 from grpo.system.errors import UserError
-from grpo.teachers.demonstrations import Demonstrations, Given, demonstration_of
+from grpo.teachers.demonstrations import Beside, Demonstrations, demonstration_of
 from grpo.teachers.kinds import Teacher
 from tasks.calculator import Calculator
 from tasks.gsm8k import GSM8K
@@ -218,7 +218,7 @@ def test_rows_beside_the_samples_leave_the_policys_gradient(toy_model, parts):
 def test_the_fields_of_the_rows_beside(toy_model, parts):
     rollout = batch(sampled(parts), SIGNAL)
     module = taught(toy_model, parts, imitation=Imitation(given=0.5))
-    tokens, given = Given().extended(rollout.tokens, rollout, module.rollouts)
+    tokens, given = Beside().extended(rollout.tokens, rollout, module.rollouts)
     plain, of = collate(demonstrated(parts)), slice(6, 9)
     assert len(tokens) == 9 and tokens.sample.tolist() == [0, 1, 2, 3, 4, 5, 0, 2, 4]
     assert tokens.rows(of).sequences() == plain.sequences()  # the demonstrations, after the very prompts
