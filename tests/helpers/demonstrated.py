@@ -13,7 +13,7 @@ from grpo.objectives.loss import clip
 from grpo.objectives.teaching import Imitation
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Limits, Sample
-from grpo.teachers.demonstrations import Demonstrations, Given
+from grpo.teachers.demonstrations import Demonstrations, Beside
 from grpo.teachers.kinds import Teacher
 from grpo.teachers.module import Taught
 from grpo.training.batch import RolloutBatch
@@ -58,7 +58,7 @@ def taught(policy, parts, teacher: Teacher | None = None, task=TASK, imitation: 
         class WithoutTrainer(Taught):
             rollouts = SimpleNamespace(task=task, renderer=parts[1], plan=SimpleNamespace(sampling=Sampling(MOST)))
 
-        return WithoutTrainer(*arguments, **named, teacher=teacher or Given())
+        return WithoutTrainer(*arguments, **named, teacher=teacher or Beside())
 
     chosen = {"advantage": as_given, "surrogate": clip, "max_tokens": MOST, "reduce": "token", "lr": 1.0}
     return make_module(policy, module=made, imitation=imitation or Imitation(), **chosen | settings)
