@@ -383,11 +383,8 @@ def test_two_ranks_learn_what_one_learns(toy, other, smoke, tmp_path):
     single = "algo.teacher.divergence=reverse"
     pairs = f"several teacher.column=question teacher.default=b teacher.teachers={{a:{toy},b:{other}}}"
     cases = [("ddp", f"{kind} adapter=lora {single}"), ("ddp", f"{pairs} {single}"), ("ddp", pairs)]
-    cases += [
-        ("fsdp2", kind),
-        ("fsdp2", f"{kind} {single}"),
-        ("fsdp2", "reference algo.imitation.sampled=1 algo.num_minibatches=2"),
-    ]
+    moving = "reference algo.imitation.sampled=1 algo.num_minibatches=2"
+    cases += [("fsdp2", given) for given in (kind, f"{kind} {single}", moving)]
     try:
         for i, (strategy, given) in enumerate(cases):
             more = f"algo=opd teacher={given} rollout.group_size=4 trainer=cpu trainer.timeout=60".split()
