@@ -378,12 +378,12 @@ def test_a_run_with_a_served_teacher_equals_one_with_its_model(toy, other, smoke
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(toy, other, smoke, tmp_path):
-    """Each device asks a whole teacher about its own rows; a reference is shared out with the policy (strategy=fsdp2)."""
-    ranks, kind = Ranks(2), f"model teacher.model.path={other}"
-    single = "algo.teacher.divergence=reverse"
+    """Each device asks a whole teacher about its own rows, also if the policy is shared out (strategy=fsdp2)."""
+    ranks, kind, single = Ranks(2), f"model teacher.model.path={other}", "algo.teacher.divergence=reverse"
     pairs = f"several teacher.column=question teacher.default=b teacher.teachers={{a:{toy},b:{other}}}"
     cases = [("ddp", f"{kind} adapter=lora {single}"), ("ddp", f"{pairs} {single}"), ("ddp", pairs)]
-    cases += [("fsdp2", kind), ("fsdp2", f"{kind} {single}"), ("fsdp2", "reference algo.num_minibatches=2")]
+    moving = "reference algo.imitation.sampled=1 algo.num_minibatches=2"
+    cases += [("fsdp2", given) for given in (kind, f"{kind} {single}", moving)]
     try:
         for i, (strategy, given) in enumerate(cases):
             more = f"algo=opd teacher={given} rollout.group_size=4 trainer=cpu trainer.timeout=60".split()
