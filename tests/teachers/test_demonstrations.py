@@ -251,7 +251,7 @@ def test_parts_by_source(toy_model, parts):
 
 def test_mistakes_are_one_line(tmp_path):
     (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "b": "x"}\n{"prompt": "2?", "b": "y"}\n')
-    task = f"task=jsonl task.path={rows} task.rewards=format output_dir={tmp_path}".split()
+    task = f"task=jsonl task.path={rows} task.rewards=format rollout.prompts=1 output_dir={tmp_path}".split()
     assert "no demonstration to learn from" in told("algo=sft", *task)
     assert "no demonstration to learn from" in told("teacher=rows", "algo.imitation.given=1", *task)
     assert "algo.imitation.given=0" in told("teacher=rows", *task)

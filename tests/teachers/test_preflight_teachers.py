@@ -101,10 +101,12 @@ def test_another_temperature(probe, monkeypatch):
 
 
 def test_another_temperature_of_whole_distributions(whole, monkeypatch):
-    logits = Distributions.logits
-    teacher = whole.module.teacher.loaded
-    halved = lambda self, states: logits(self, states) * (0.5 if self.model is teacher else 1.0)  # noqa: E731
-    monkeypatch.setattr(Distributions, "logits", halved)
+    logprobs, teacher = Distributions.logprobs, whole.module.teacher.loaded
+
+    def halved(self, at, temperature, *more):
+        return logprobs(self, at, temperature * (2 if self.model is teacher else 1), *more)
+
+    monkeypatch.setattr(Distributions, "logprobs", halved)
     verdict = found("the teacher's numbers are its own", whole)
     assert verdict.result == "FAIL" and verdict.remedy == "they are those of temperature 1.6"
 
