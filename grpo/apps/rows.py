@@ -61,8 +61,8 @@ def check_teaching(task: Task | None, config: DictConfig) -> None:
     if by and not config.teacher:
         raise UserError("algo.by_source weighs three parts of the loss, but teacher=none has one: set teacher=tokens")
     targets = [str((config.get(name) or {}).get("_target_")) for name in ("teacher", "selection")]
-    named = {target.removeprefix(house) for target in targets} & {"Given", "Demonstrations"}
-    if "Given" in named and not config.algo.imitation.given:
+    named = {target.removeprefix(house) for target in targets} & {"Beside", "Demonstrations"}
+    if "Beside" in named and not config.algo.imitation.given:
         raise UserError(
             "teacher=rows, but algo.imitation.given=0 leaves its rows out of the loss: set a weight, as 0.1"
         )
