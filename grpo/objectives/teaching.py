@@ -103,14 +103,14 @@ Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 class Teaching:
     """The third part of equation 1, coef times a divergence from the policy to a teacher, on the tokens that the policy sampled.
 
-    beta: of jsd. top_k: the entries that are compared, the largest of top_of; None: all. tail: see `coarse`. cap: most of the
+    jsd_beta: of jsd. top_k: the entries that are compared, the largest of top_of; None: all. tail: see `coarse`. cap: most of the
     ratio policy / old policy, detached, by which the divergence of a token is multiplied (SDPO, arXiv 2601.20802); None: no
     ratio. reduce: as in `token_weights`.
     """
 
     coef: NonNegative = 0.0
     divergence: Divergence = "sampled"
-    beta: Share = 0.5
+    jsd_beta: Share = 0.5
     top_k: Count | None = None
     top_of: Literal["student", "teacher"] = "student"
     tail: bool = True
@@ -168,7 +168,7 @@ class Teaching:
             best = student.detach() if self.top_of == "student" else teacher
             kept = best.topk(min(self.top_k, best.shape[-1]), dim=-1).indices
             student, teacher = coarse(student, kept, self.tail), coarse(teacher, kept, self.tail)
-        offered = {"student": student, "teacher": teacher, "beta": self.beta}
+        offered = {"student": student, "teacher": teacher, "beta": self.jsd_beta}
         offered |= {"logprobs": own, "teacher_logprobs": judged}
         return call("teacher.divergence", self.divergence, offered)
 

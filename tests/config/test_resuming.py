@@ -60,7 +60,7 @@ def test_what_nobody_gave_is_as_in_the_run(run):
 def test_names_of_an_earlier_version_are_those_of_now(run):
     file = run / "config.yaml"
     earlier = "source:\n  _target_: grpo.apps.sources.atropos.Atropos\ntokenizer:\n  _target_: grpo.apps.api.given\n"
-    file.write_text(file.read_text().replace("source: null\n", earlier))
+    file.write_text(file.read_text().replace("\nsource: null\n", f"\n{earlier}"))
     config = saved_config(run)
     assert get_class(config.source._target_).__name__ == "Atropos"
     assert get_method(config.tokenizer._target_).__name__ == "given"

@@ -23,7 +23,7 @@ DIVERGENCES = {
     "sampled": {},
     "forward": {"divergence": "forward"},
     "reverse": {"divergence": "reverse", "cap": 2.0},
-    "jsd": {"divergence": "jsd", "beta": 0.3},
+    "jsd": {"divergence": "jsd", "jsd_beta": 0.3},
     "top_k": {"divergence": "jsd", "top_k": 5},
     "iw_opd": {"divergence": iw_opd},
     "vopd": {"divergence": vopd},
