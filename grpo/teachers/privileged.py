@@ -27,8 +27,8 @@ class Itself(Start):
     """teacher=self (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802). Mutable: it has the weights.
 
     weights: live: the policy as it is; start: as it was before training; ema: its mean theta', which begins as the policy, and
-    theta' <- (1 - alpha) theta' + alpha theta after each update. Of an adapter each matrix is averaged by itself, so that B A of
-    the means is not the mean of B A.
+    theta' <- (1 - alpha) theta' + alpha theta after each update. The mean of an adapter is that of each matrix by itself, so that
+    B A of the means is not the mean of B A.
     context: solution: `column` of the row, or the task's right answer; feedback: `column` of what a reward function logs with
     log_extra; sibling: what the first other sample of the group with a reward of `success` or more wrote after the same state;
     None: the teacher reads what the student does. prompt: replaces the last user message; {question} is that message. A row

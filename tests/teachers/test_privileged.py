@@ -133,7 +133,7 @@ def test_a_prompt_that_is_too_long_is_out(toy, renderer, groups):
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
 @pytest.mark.parametrize("start", ["live", "start", "ema"])
 def test_scores_are_those_of_the_longer_prompt_alone(toy, renderer, groups, layout, start):
-    """Of turns that go on and of pages, too: a row keeps all that comes after its first prompt. The start has no adapter."""
+    """Also for turns that go on, and for pages: a row keeps all that comes after its first prompt. The start has no adapter."""
     more = [("3 + 4", "8"), ("No: 3 + 4", "7")]
     turns = [talk(renderer, *more, value=1.0), talk(renderer, *more, value=1.0, pages=True)]
     policy = lora(toy)
