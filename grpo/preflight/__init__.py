@@ -33,7 +33,7 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
 }
 TAUGHT: dict[str, Callable[[Probe], Checked]] = {  # of runs with a choice of conf/teacher
     "the teacher reads the same tokens": teachers.tokenizer,
-    "the teacher's numbers are its own": teachers.numbers,
+    "the teacher's numbers are its own": teachers.own_numbers,
     "the teacher knows these texts": teachers.knows,
-    "the texts to learn from are there": teachers.texts,
+    "the texts to learn from are there": teachers.imitated,
 }

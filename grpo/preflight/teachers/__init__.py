@@ -29,7 +29,7 @@ def tokenizer(probe: Probe) -> Checked:
     return judged(not wrong, f"{len(wrong)} of {len(ours)} entries of the vocabularies differ", remedy)
 
 
-def numbers(probe: Probe) -> Checked:
+def own_numbers(probe: Probe) -> Checked:
     """The teacher's log-probabilities in the update, or the divergence to its distributions, are those of its own pass over each
     row alone. If not, the cause is looked for: another temperature, or a mask that is off by one."""
     module, of = probe.module, probe.module.algorithm.teacher
@@ -93,7 +93,7 @@ def knows(probe: Probe) -> Checked:
     return Checked("FAIL" if foreign else "WARN", text, remedy)
 
 
-def texts(probe: Probe) -> Checked:
+def imitated(probe: Probe) -> Checked:
     """There are texts that algo.imitation weighs, and most samples that are imitated are right."""
     of, tokens = probe.module.algorithm.imitation, probe.assigned(probe.tokens)
     if not of.active:
