@@ -66,8 +66,8 @@ def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: 
     with torch.device("meta"):
         module = make_module(pretrained.outline())
         parts = [*module.modules()]
-        if teacher := teacher_of(module):
-            parts = [*dict.fromkeys([*parts, *teacher.modules()])]
+        vars(module)["judge"] = teacher = teacher_of(module)  # asked once: tensors without memory cannot be moved again
+        parts = [*dict.fromkeys([*parts, *(teacher.modules() if teacher else ())])]
     empty: dict[Tensor, Tensor] = {}  # by the tensor that it replaces: tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in parts:
@@ -130,7 +130,7 @@ def teacher_of(module: L.LightningModule) -> nn.Module | None:
 def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> Iterable[Tensor]:
     """Return what an update computes of a microbatch with a gradient, after the teacher's pass, if there is one."""
     policy, algorithm, heat = module.policy, module.algorithm, module.temperature
-    if teacher := teacher_of(module):
+    if teacher := vars(module)["judge"]:
         with torch.no_grad():
             theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
     if not (teacher and algorithm.teacher.of_distributions):

@@ -93,7 +93,7 @@ def knows(probe: Probe) -> Checked:
     return Checked("FAIL" if foreign else "WARN", text, remedy)
 
 
-def texts_given(probe: Probe) -> Checked:
+def imitated(probe: Probe) -> Checked:
     """There are texts that algo.imitation weighs, and most samples that are imitated are right."""
     of, tokens = probe.module.algorithm.imitation, probe.assigned(probe.tokens)
     if not of.active:
