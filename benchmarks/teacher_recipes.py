@@ -3,10 +3,9 @@
     python benchmarks/teacher_recipes.py distil                   # every arm of a recipe, three seeds
     python benchmarks/teacher_recipes.py stuck --seeds 0          # some seeds
     python benchmarks/teacher_recipes.py distil --table           # no training: the table of the runs that are there
-    python benchmarks/teacher_recipes.py distil --arms grpo gkd --picture FILE
 
-An arm is a list of overrides. {arm} in it stands for the run of another arm with the same seed, which comes first: a teacher or a
-start. Finished runs are not repeated. Runs are trained one after another in this process, without what only a reader of a single
+An arm is a list of overrides. {RECIPE/ARM} in it stands for another run with the same seed, which comes first:
+a teacher or a start. Finished runs are not repeated. Runs are trained one after another in this process, without what only a reader of a single
 run needs. CPU seconds are those of the process from the first rollout on, without evaluations; sampled tokens are those of the
 rollouts. An arm reaches a level at the first of two evaluations in a row that are not below it.
 """
@@ -26,29 +25,47 @@ import pandas as pd
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 SPARE = "preflight=off forecast=false logger=csv alarms=warn callbacks=[samples,checkpoint]"
-BEST = "teacher.model.path={grpo}/checkpoints/best"
+STUCK = "model.path.hasty=1 model.path.hasty_steps=100"  # answers before any working, and is never in doubt
+BEST = "teacher.model.path={distil/grpo}/checkpoints/best"
 TAUGHT = f"experiment=distil {BEST}"
-FROM = f"algo=gkd algo.teacher.divergence=reverse {BEST}"
-RECIPES = {  # the first arm is what the others are compared with; "below": the level, in points below the best of that arm
+OPD = "algo=opd algo.teacher.divergence=sampled"
+SFT = f"algo=sft task.demonstration=solution {STUCK} optim.optimizer.lr=5e-4 rollout.num_rollouts=8"
+SMOLLM2 = "experiment=smollm2_sums eval.every=2"
+RECIPES = {  # the first arm is what the others are compared with
     "distil": {
         "grpo": "experiment=distil_teacher",
         "grpo linear": "experiment=distil_teacher optim.optimizer.lr=3e-4 optim.schedule.name=linear rollout.num_rollouts=36",
         "gkd reverse": TAUGHT,
         "gkd forward": f"{TAUGHT} algo.teacher.divergence=forward",
         "gkd jsd": f"{TAUGHT} algo.teacher.divergence=jsd",
-        "opd": f"{TAUGHT} algo=opd algo.teacher.divergence=sampled",
+        "opd": f"{TAUGHT} {OPD}",
+    },
+    "stuck": {
+        "grpo": f"experiment=distil_teacher {STUCK} rollout.num_rollouts=24",
+        "gkd reverse": f"{TAUGHT} {STUCK}",
+        "gkd forward": f"{TAUGHT} {STUCK} algo.teacher.divergence=forward",
+        "opd": f"{TAUGHT} {STUCK} {OPD}",
+        "sft": f"{SFT} eval.every=2",
+        "sft then grpo": "experiment=distil_teacher model=path model.path={stuck/sft}/checkpoints/last "
+        "optim.optimizer.lr=1.5e-4 rollout.num_rollouts=24",
+    },
+    "sibling": {
+        "grpo": "experiment=quiz eval.every=2",
+        "sdpo": "experiment=quiz eval.every=2 algo=sdpo",
     },
     "smollm2": {
-        "grpo": "experiment=smollm2_sums eval.every=2",
-        "gkd reverse": f"experiment=smollm2_sums eval.every=2 {FROM} rollout.group_size=2 rollout.prompts=16 optim.optimizer.lr=1e-5",
+        "grpo": SMOLLM2,
+        "gkd reverse": f"{SMOLLM2} algo=gkd algo.teacher.divergence=reverse teacher.model.path={{smollm2/grpo}}/checkpoints/best "
+        "rollout.group_size=2 rollout.prompts=16 optim.optimizer.lr=1e-5",
     },
 }
-BELOW = 0.03  # the level: the best accuracy of the first arm less this
+BELOW = {"distil": 0.03, "smollm2": 0.03}  # the level: the best accuracy of the first arm with this seed, less this
+LEVEL = 0.8  # of the other recipes
 
 
 def place(folder: Path, arm: str, seed: int) -> Path:
     """Return the folder of a run."""
-    return folder / arm.replace(", ", "-").replace(" ", "-") / str(seed)
+    return folder / arm.replace(" ", "-") / str(seed)
 
 
 @contextmanager
@@ -85,8 +102,8 @@ def trained(folder: Path, arm: str, values: str, seed: int) -> None:
         if Run(out).status == "finished":
             return
         shutil.rmtree(out)
-    for other in RECIPES[folder.name]:
-        values = values.replace(f"{{{other}}}", str(place(folder, other, seed)))
+    for recipe, arm_ in ((recipe, other) for recipe, others in RECIPES.items() for other in others):
+        values = values.replace(f"{{{recipe}/{arm_}}}", str(place(folder.parent / recipe, arm_, seed)))
     pairs = [one.split("=", 1) for one in f"{SPARE} {values}".split()]
     given = {key: OmegaConf.from_dotlist([f"value={value}"]).value for key, value in pairs}
     with clock() as seconds:
@@ -120,10 +137,11 @@ def ratio(few: Sequence[float], many: Sequence[float]) -> str:
     return f"{np.exp(found.value):.1f} ({np.exp(found.low):.1f} to {np.exp(found.high):.1f})"
 
 
-def table(curves: Mapping[str, Mapping[int, pd.DataFrame]], found: pd.DataFrame) -> str:
-    """Return a Markdown table. curves: of each arm by seed; found: of `grpo.runs.comparison.compared`."""
+def table(curves: Mapping[str, Mapping[int, pd.DataFrame]], found: pd.DataFrame, below: float | None) -> str:
+    """Return a Markdown table. curves: of each arm by seed; found: of `grpo.runs.comparison.compared`; below: see BELOW."""
     first = next(iter(curves))
-    levels = {seed: points["accuracy"].max() - BELOW for seed, points in curves[first].items()}
+    best = {seed: points["accuracy"].max() for seed, points in curves[first].items()}
+    levels = {seed: LEVEL if below is None else value - below for seed, value in best.items()}
     rows = [
         "| arm | seeds | accuracy at the end, % | sampled tokens | CPU s | tokens to the level, by seed | rollouts |"
     ]
@@ -168,7 +186,13 @@ def main() -> None:
     }
     done = {arm: seeds for arm, seeds in done.items() if seeds}
     found = compared({arm: [Run(place(folder, arm, seed)) for seed in seeds] for arm, seeds in done.items()})
-    print(table({arm: {seed: curve(place(folder, arm, seed)) for seed in seeds} for arm, seeds in done.items()}, found))
+    print(
+        table(
+            {arm: {seed: curve(place(folder, arm, seed)) for seed in seeds} for arm, seeds in done.items()},
+            found,
+            BELOW.get(arguments.recipe),
+        )
+    )
 
 
 if __name__ == "__main__":
