@@ -142,6 +142,15 @@ def table(curves: Mapping[str, Mapping[int, pd.DataFrame]], found: pd.DataFrame,
     return "\n".join(rows)
 
 
+def against_rollouts(curves: Mapping[str, Mapping[int, pd.DataFrame]]) -> str:
+    """Return a Markdown table: the mean accuracy of each arm at each evaluation."""
+    means = {arm: pd.concat(of.values()).groupby("rollouts")["accuracy"].mean() for arm, of in curves.items()}
+    points = {arm: ", ".join(f"{n:.0f}: {100 * value:.1f}" for n, value in of.items()) for arm, of in means.items()}
+    return "\n".join(
+        ["| arm | accuracy, %, after rollouts |", "|---|---|", *(f"| {a} | {p} |" for a, p in points.items())]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", choices=RECIPES)
@@ -170,7 +179,7 @@ def main() -> None:
     found = compared({arm: list(by_seed.values()) for arm, by_seed in runs.items()})
     seconds = lambda run: json.loads((run.folder / "cpu_seconds.json").read_text())  # noqa: E731
     curves = {arm: {seed: curve(run.metrics, seconds(run)) for seed, run in of.items()} for arm, of in runs.items()}
-    print(table(curves, found, BELOW.get(given.recipe)))
+    print(table(curves, found, BELOW.get(given.recipe)), against_rollouts(curves), sep="\n\n")
 
 
 if __name__ == "__main__":
