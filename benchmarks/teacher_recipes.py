@@ -85,9 +85,9 @@ def clock() -> Iterator[dict[int, float]]:
 
 def trained(places: Mapping[str, Path], run: str, seed: int) -> None:
     """Train one run, unless it has finished. places: the folder of each RECIPE/ARM."""
-    from omegaconf import OmegaConf
-
-    import grpo
+    from grpo.apps.cli import quiet
+    from grpo.config.composing import composed
+    from train import train
 
     out, (recipe, arm) = places[run], run.split("/")
     if (out / "cpu_seconds.json").exists():
@@ -96,12 +96,12 @@ def trained(places: Mapping[str, Path], run: str, seed: int) -> None:
     values = f"{SPARE} {RECIPES[recipe][arm]}"
     for other, place in places.items():
         values = values.replace(f"{{{other}}}", str(place))
-    pairs = [one.split("=", 1) for one in values.split()]
-    given = {key: OmegaConf.from_dotlist([f"value={value}"]).value for key, value in pairs}
+    words = [*values.split(), f"seed={seed}", f"output_dir={out}"]
+    quiet()
     with clock() as seconds:
-        accuracy = grpo.train(output_dir=out, seed=seed, **given).accuracy
+        accuracy, _ = train(composed("train", words), words)
     (out / "cpu_seconds.json").write_text(json.dumps(seconds))
-    print(f"{run} seed {seed}: {accuracy.iloc[-1]:.3f}, {max(seconds.values()):.0f} CPU s", flush=True)
+    print(f"{run} seed {seed}: {accuracy:.3f}, {max(seconds.values()):.0f} CPU s", flush=True)
 
 
 def curve(metrics: pd.DataFrame, seconds: Mapping[str, float]) -> pd.DataFrame:
