@@ -30,7 +30,7 @@ STUCK = "model.path.hasty=1 model.path.hasty_steps=100"  # answers before any wo
 TAUGHT = "experiment=distil teacher.model.path={distil/grpo}/checkpoints/best"
 FORWARD, JSD = (f"algo.teacher.divergence={name}" for name in ("forward", "jsd"))
 OPD = "algo=opd algo.teacher.divergence=sampled"
-SFT = f"algo=sft {STUCK} optim.optimizer.lr=5e-4 rollout.num_rollouts=8 eval.every=2"
+SFT = f"algo=sft {STUCK} optim.optimizer.lr=5e-4 "
 QUIZ, SUMS = "experiment=quiz eval.every=2", "experiment=smollm2_sums eval.every=2"
 RECIPES = {  # the first arm is what the others are compared with
     "distil": {
@@ -46,7 +46,8 @@ RECIPES = {  # the first arm is what the others are compared with
         "gkd reverse": f"{TAUGHT} {STUCK}",
         "gkd forward": f"{TAUGHT} {STUCK} {FORWARD}",
         "opd": f"{TAUGHT} {STUCK} {OPD}",
-        "sft": SFT,
+        "sft": f"{SFT} rollout.num_rollouts=8 eval.every=2",
+        "sft long": f"{SFT} rollout.num_rollouts=48 eval.every=4 optim.schedule.name=linear",
         "sft then grpo": f"{REWARDS} model=path model.path={{stuck/sft}}/checkpoints/last optim.optimizer.lr=1.5e-4 "
         "rollout.num_rollouts=24",
     },
