@@ -30,7 +30,7 @@ STUCK = "model.path.hasty=1 model.path.hasty_steps=100"  # answers before any wo
 TAUGHT = "experiment=distil teacher.model.path={distil/grpo}/checkpoints/best"
 FORWARD, JSD = (f"algo.teacher.divergence={name}" for name in ("forward", "jsd"))
 OPD = "algo=opd algo.teacher.divergence=sampled"
-SFT = f"algo=sft {STUCK} optim.optimizer.lr=5e-4 "
+SFT = f"algo=sft {STUCK} optim.optimizer.lr=5e-4"
 QUIZ, SUMS = "experiment=quiz eval.every=2", "experiment=smollm2_sums eval.every=2"
 RECIPES = {  # the first arm is what the others are compared with
     "distil": {
