@@ -13,7 +13,7 @@ from grpo.objectives.loss import clip
 from grpo.objectives.teaching import Imitation
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Limits, Sample
-from grpo.teachers.demonstrations import Demonstrations, Beside
+from grpo.teachers.demonstrations import Beside, Demonstrations
 from grpo.teachers.kinds import Teacher
 from grpo.teachers.module import Taught
 from grpo.training.batch import RolloutBatch
