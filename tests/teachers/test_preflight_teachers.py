@@ -17,6 +17,7 @@ from grpo.preflight import TAUGHT, data, learning
 from grpo.preflight import callback as preflight
 from grpo.preflight.probe import Checked, Probe
 from grpo.runs.runs import Run
+from grpo.teachers.demonstrations import Demonstrations
 from train import train
 
 
@@ -156,7 +157,7 @@ def test_texts_that_are_not_there_and_wrong_ones(probe, monkeypatch):
     silent, none, wrong = of(observed=0.05), of(given=1.0), of(sampled=1.0)
     assert silent.result == "FAIL" and "observed weighs nothing: the environment says nothing after" in silent.remedy
     assert none.result == "FAIL" and "given weighs nothing" in none.remedy
-    assert wrong.result == "WARN" and wrong.compared.endswith("of the samples are right")
+    assert wrong.result == "WARN" and wrong.compared.endswith("to imitate are right")
 
 
 def test_a_policy_without_signal_may_learn_from_its_teacher(probe, monkeypatch):
@@ -164,3 +165,13 @@ def test_a_policy_without_signal_may_learn_from_its_teacher(probe, monkeypatch):
     monkeypatch.setitem(vars(probe), "scores", replace(probe.scores, rewards=torch.zeros_like(probe.scores.rewards)))
     verdict = data.signal(probe)
     assert verdict.result == "WARN" and "from its teacher or texts alone" in verdict.compared
+
+
+def test_demonstrations_are_graded_in_place_of_samples(probe, monkeypatch):
+    """The policy answers one in eight of these problems, and the demonstrations are right."""
+    monkeypatch.setattr(probe.module, "algorithm", replace(probe.module.algorithm, imitation=Imitation(sampled=1.0)))
+    monkeypatch.setattr(probe.rollouts, "selection", Demonstrations())
+    verdict = found("the texts to learn from are there", probe)
+    assert verdict.result == "PASS" and verdict.compared.endswith(
+        f"100% of {len(probe.rows)} answers to imitate are right"
+    )

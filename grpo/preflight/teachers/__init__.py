@@ -99,8 +99,14 @@ def imitated(probe: Probe) -> Checked:
     if not of.active:
         return Checked("SKIP", "algo.imitation is 0: no text to imitate")
     others = int((tokens.imitation > 0).sum()) - int(tokens.mask.sum()) * bool(of.sampled)
-    right = sum(bool(sample.reward.correct) for sample in probe.samples) / len(probe.samples)
-    text = f"{plural(others, 'token')} of other texts; {right:.0%} of the samples are right"
+    samples, rollouts = probe.samples, probe.rollouts
+    if play := getattr(rollouts.selection, "play", None):  # of demonstrations, in place of samples
+        shown = replace(rollouts, play=play).one_round(
+            rollouts.plan.num_rollouts, probe.rows, range(len(probe.rows)), 1
+        )
+        samples = [sample for group in shown for sample in group]
+    right = sum(bool(sample.reward.correct) for sample in samples) / len(samples)
+    text = f"{plural(others, 'token')} of other texts; {right:.0%} of {plural(len(samples), 'answer')} to imitate are right"
     if (of.observed or of.given) and not others:
         causes = "the environment says nothing after the policy's first token, and there is no demonstration"
         return Checked(
