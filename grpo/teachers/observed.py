@@ -19,6 +19,7 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import State, Step
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Group
+from grpo.system.errors import UserError
 
 ROLES = ("tool", "user")  # a message that the environment writes in the policy's name is no observation
 MARK, MARKS = "[=[{}]=]", r"\[=\[(\d+)\]=\]"  # a text that no template changes
@@ -33,6 +34,9 @@ def observed(
     A message is found if its text is in the tokens as it is, without the spaces at its ends, or as JSON, and if they go on from
     the policy's turn before it. A token that is partly the template's is left out.
     """
+    if not hasattr(renderer, "texts"):
+        line = f"algo.imitation.observed needs a renderer with `texts` and `tokenizer`, which {type(renderer).__name__} lacks"
+        raise UserError(f"{line}: take renderer=default, or set it to 0")
     mask, found, every = torch.zeros(tokens.mask.shape, dtype=torch.bool), 0, 0
     for row, (place, turns) in enumerate(zip(tokens.sample.tolist(), tokens.turn.tolist(), strict=True)):
         for after in sorted({*turns} - {-1, 0}):

@@ -188,7 +188,10 @@ def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     """Rewards differ, and no answer is right."""
     group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
     plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
-    plan.task, module = None, SimpleNamespace(policy=None, algorithm=SimpleNamespace(advantage=group_advantages))
+    plan.task, module = (
+        None,
+        SimpleNamespace(policy=None, algorithm=SimpleNamespace(advantage=group_advantages, policy_coef=1.0)),
+    )
     probe = SimpleNamespace(
         module=module, rollouts=plan, groups=[group], further=lambda: (), scores=scores([group]), samples=group
     )
