@@ -193,7 +193,13 @@ def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
         SimpleNamespace(policy=None, algorithm=SimpleNamespace(advantage=group_advantages, policy_coef=1.0)),
     )
     probe = SimpleNamespace(
-        module=module, rollouts=plan, groups=[group], further=lambda: (), scores=scores([group]), samples=group
+        module=module,
+        rollouts=plan,
+        groups=[group],
+        further=lambda: (),
+        scores=scores([group]),
+        samples=group,
+        beyond_rewards=False,
     )
     got = signal(probe)
     assert got.result == found and ("set selection.by=reward" in str(got)) == (rounds == 2)

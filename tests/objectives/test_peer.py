@@ -317,7 +317,7 @@ def test_divergences_are_trls(beta, temperature):
 
     name = {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd")
     for each in {name, "jsd"}:
-        teaching = Teaching(1.0, each, beta=beta)
+        teaching = Teaching(1.0, each, jsd_beta=beta)
         pair = Distributions(models[0], student[mask]), Distributions(models[1], states[1][mask])
         mine = divergences(*pair, torch.arange(11), temperature, teaching.of_words).mean()
         theirs, _, _ = _chunked_divergence_loss(
