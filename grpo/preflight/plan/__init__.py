@@ -76,7 +76,9 @@ def duration(seconds: float) -> str:
 
 def teacher_words(probe: Probe) -> str:
     """Return a teacher in words, as `teacher: FOLDER, divergence sampled, coef 1`; empty if there is none."""
-    of, teacher = probe.module.algorithm.teacher, getattr(probe.module, "teacher", None)
+    if (teacher := getattr(probe.module, "teacher", None)) is None:
+        return ""
+    of = probe.module.algorithm.teacher
     name = getattr(getattr(teacher, "pretrained", None), "path", type(teacher).__name__.lower())
     divergence = getattr(of.divergence, "__name__", str(of.divergence))
     return f"teacher: {name}, divergence {divergence}, coef {of.coef:g}" if of.coef else ""
