@@ -1,5 +1,6 @@
 """Divergences to a teacher, on one token of two words: S = (1/2, 1/2), T = (3/4, 1/4). The numbers were worked by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,13 @@ def test_the_sampled_divergence_has_the_gradient_of_the_reverse_one():
         return sum(0.5 * sampled(s[y], TEACHER[y], (s[y] - s[y].detach()).exp()) for y in (0, 1))
 
     assert gradient(expected) == pytest.approx(exact, abs=1e-5)
+
+
+def test_an_advantage_has_no_gradient_of_its_own():
+    """Of one token: d(-rho A) / d log S = -A = -ln 1.5. With a gradient of A it would be 1 - ln 1.5, whose mean is no other."""
+    logprob = torch.tensor(0.5).log().requires_grad_()
+    sampled(logprob, TEACHER[0], (logprob - logprob.detach()).exp()).backward()
+    assert logprob.grad.item() == pytest.approx(-math.log(1.5), abs=1e-6)
 
 
 def test_few_entries_and_a_tail():

@@ -23,7 +23,7 @@ from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
 from grpo.teachers.kinds import Teacher
 from grpo.teachers.module import Taught
-from grpo.teachers.observed import observed
+from grpo.teachers.observed import begin, observed
 from grpo.training.batch import RolloutBatch
 
 CALL = Message("assistant", "", (ToolCall("add", {"a": 1, "b": 2}, "abcDEF123"),))
@@ -126,6 +126,11 @@ def test_messages_that_are_not_in_the_text_are_out_and_counted():
         renderer, ("Hm.<|im_end|>", TALK, [Message("user", "No."), Message("assistant", "So")]), ("3", TALK, [])
     )
     assert words(renderer, prefilled) == (["No."], 1, 1)  # words in the policy's name are no observation
+
+
+def test_the_words_stand_right_after_what_the_template_writes():
+    assert begin("so<user>\nab", "<user>\n", "ab") == 9
+    assert begin("so<user>\ncab", "<user>\n", "ab") is None  # the end of a longer message
 
 
 # -- what is learned
