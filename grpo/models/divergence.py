@@ -52,6 +52,7 @@ class Distributions:
         self, at: slice | Tensor, temperature: float | Tensor, width: int, states: Tensor | None = None
     ) -> Tensor:
         """Return log softmax(logits / temperature), as `Predicted`. states: in place of these, [c, hidden]."""
+        at = at.to(self.states.device) if isinstance(at, Tensor) else at  # the teacher's, not the policy's
         model, states = without_adapter(self.model), self.states[at] if states is None else states
         temperature = temperature.to(states.device) if isinstance(temperature, Tensor) else temperature
         plain = factor_of(model, states.shape[1]) == 1

@@ -117,6 +117,11 @@ def check_divergence(teaching: Teaching) -> None:
 
 def check_age(a: Algorithm, cause: str) -> None:
     """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
+    if a.teacher.coef and not a.teacher.of_distributions and a.old_policy != "rollout":
+        line = f"{cause}: the divergence takes the samples as the policy's own, and algo.correction does not weigh it"
+        raise UserError(f"{line}: set algo.old_policy=rollout, or a divergence of distributions")
+    if not a.policy_coef:
+        return
     takes = parameters(a.surrogate).keys()
     compares = takes & {"ratio", "log_ratio", "old_logprobs"}
     if a.correction is None and "rollout_logprobs" not in takes and not (compares and a.old_policy == "rollout"):

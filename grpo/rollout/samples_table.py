@@ -6,17 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo.data.rows import fingerprint
 from grpo.env.tokens import Row, rows_of_turns
-from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
 from grpo.system.files import replacing, strict_json
+
+if TYPE_CHECKING:
+    from grpo.objectives.batch import TokenBatch  # eval.py compare= must not import torch
 
 
 def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iterator[dict]:
@@ -79,7 +81,7 @@ def token_logprobs(groups: Iterable[Group]) -> dict[str, list]:
     return {"token_ids": ids, "rollout_logprobs": logprobs}
 
 
-def token_divergences(groups: Sequence[Group], size: int, tokens: TokenBatch) -> dict[str, list]:
+def token_divergences(groups: Sequence[Group], size: int, tokens: "TokenBatch") -> dict[str, list]:
     """Return a column for `records`: the divergence to the teacher of each token of `token_logprobs`, NaN where there is none;
     None for the samples of other ranks. size: G, the samples of the largest group; tokens: this rank's."""
     turns: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)

@@ -3,11 +3,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo.engines.protocol import Sampling
 from grpo.env.conversations import chat_message, messages_of
@@ -33,6 +34,8 @@ def demonstration_of(task: Task | None, example: Example) -> list[Message]:
     """Return the answer to learn from that an example has: messages of the policy, maybe with those of tools between them. [] if
     it has none. A conversation gives its last messages, after the question."""
     talk = getattr(task, "demonstration", lambda example: None)(example) or ()
+    if not isinstance(talk, str | list | tuple):
+        raise UserError(f"a demonstration is {talk!r}: it must be a text, or a list of messages")
     if isinstance(talk, str):
         return [Message("assistant", talk)] if talk.strip() else []
     if talk and not isinstance(talk[0], Message):
@@ -142,22 +145,39 @@ class Beside(Teacher):
 
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         size, most = batch.scores.rewards.shape[1], rollouts.plan.sampling.max_tokens
-        mine = {
-            g * size: batch.groups[g] for g in dict.fromkeys((tokens.sample // size).tolist())
-        }  # by the first sample
-        shown: dict[int, Sample] = {}
-        for place, group in mine.items():
-            for sample in [one for one in group if one.turns][:1]:
+        shown: dict[int, Sample] = {}  # by the first sample of the group
+        for place in [g * size for g in dict.fromkeys((tokens.sample // size).tolist())]:
+            for sample in [one for one in batch.groups[place // size] if one.turns][:1]:
                 messages = demonstration_of(rollouts.task, sample.example)
                 turns = given_turns(sample.trajectory.steps[0].state, messages, rollouts.renderer)
                 if turns and all(len(turn.completion.ids) <= most for turn in turns):
                     shown[place] = replace(sample, turns=turns)
         if not shown:
             return tokens, None
-        both = collate([*mine.values(), *([sample] for sample in shown.values())], [*mine, *shown]).to(
-            tokens.ids.device
-        )
-        below = torch.arange(len(both), device=tokens.ids.device) >= len(tokens)
-        given = both.mask & below[:, None]
-        settings = {"turn": both.turn.masked_fill(given, -1), "given": both.given.masked_fill(given, torch.nan)}
-        return replace(both, mask=both.mask & ~given, fresh=both.fresh & ~below, **settings), given
+        rows = collate([[sample] for sample in shown.values()], [*shown]).to(tokens.ids.device)
+        nothing = {"mask": torch.zeros_like(rows.mask), "turn": torch.full_like(rows.turn, -1)}
+        nothing |= {"given": torch.full_like(rows.given, torch.nan), "fresh": torch.zeros_like(rows.fresh)}
+        both = stacked(tokens, replace(rows, **nothing))
+        given = torch.zeros_like(both.mask)
+        given[len(tokens) :, : rows.completion_width] = rows.mask
+        return both, given
+
+
+def stacked(upper: TokenBatch, lower: TokenBatch) -> TokenBatch:
+    """Return the rows of both, as wide as the widest prompt and the widest completion. `lower` has all fields of `upper`, or they
+    are 0 there."""
+    prompt_width = max(upper.prompt_width, lower.prompt_width)
+    width, filled = max(upper.completion_width, lower.completion_width), {"turn": -1, "given": torch.nan}
+
+    def padded(batch: TokenBatch, name: str) -> Tensor:
+        value = getattr(batch, name)
+        if value is None:
+            flat = (other := getattr(upper, name)) is not None and other.dim() == 1
+            value = torch.zeros_like(batch.sample if flat else batch.rollout_logprobs)
+        left = prompt_width - batch.prompt_width if name in ("ids", "attention_mask") else 0
+        right = width - batch.completion_width
+        return value if value.dim() == 1 else pad(value, (left, right), value=filled.get(name, 0))
+
+    names = [f.name for f in fields(upper) if isinstance(getattr(upper, f.name), Tensor)]
+    names += ["temperature"] if upper.temperature is None else []
+    return replace(upper, **{name: torch.cat([padded(upper, name), padded(lower, name)]) for name in names})

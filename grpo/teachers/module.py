@@ -104,7 +104,7 @@ class Taught(GRPOModule):
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
         self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
-        sampled, unknown = tokens.mask, batch.scores.rewards.isnan().any()
+        sampled = tokens.mask
         if self.algorithm.mask_truncated:
             sampled = sampled & ~batch.scores.truncated.flatten().to(sampled.device)[tokens.sample, None]
         taught = sampled if judged is None else sampled & judged[:, None]
@@ -112,7 +112,6 @@ class Taught(GRPOModule):
             kept, rows = distributed.all_sum(torch.stack([judged, torch.ones_like(judged)]).float().sum(1))
             batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
-        self.beyond = bool(texts.any() or unknown or self.algorithm.by_source)
         if texts.any():  # a text has no temperature of sampling
             own = torch.zeros_like(tokens.rollout_logprobs) if tokens.temperature is None else tokens.temperature
             tokens = replace(tokens, temperature=torch.where(texts, 1.0, own))
@@ -133,7 +132,7 @@ class Taught(GRPOModule):
         """Return the factor of each row in a part of the loss, by the column `source` of its example, [B, 1]."""
         by, size = self.algorithm.by_source, batch.scores.rewards.shape[1]
         of_groups = (
-            [by.get(example.get("source"), {}).get(part, 1.0) for example in batch.scores.examples] if by else []
+            [by.get(str(example.get("source")), {}).get(part, 1.0) for example in batch.scores.examples] if by else []
         )
         if not of_groups:
             return torch.ones_like(tokens.rollout_logprobs[:, :1])
@@ -150,7 +149,7 @@ class Taught(GRPOModule):
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
         """Add what stays fixed while the policy changes, the teacher's log-probabilities among it."""
-        teaching = self.algorithm.teacher
+        teaching, self.beyond = self.algorithm.teacher, any_beyond(tokens)
         tokens = replace(super().freeze(self.scored(tokens)), mask=tokens.mask, host=tokens.host)
         if tokens.teaching is None or teaching.of_distributions:
             return tokens
@@ -189,8 +188,8 @@ class Taught(GRPOModule):
 
     def weighed(self, minibatch: TokenBatch, count: float) -> TokenBatch:
         """Turn the weights of the two parts into shares of the loss of an update."""
-        minibatch = super().weighed(minibatch, count)
-        if self.algorithm.by_source:
+        minibatch, self.beyond = super().weighed(minibatch, count), any_beyond(minibatch)
+        if self.algorithm.by_source and minibatch.row is not None:  # else one that `assigned` has not seen
             minibatch = replace(minibatch, weights=minibatch.weights * self.of_policy[minibatch.row])
         of, teaching = self.algorithm.imitation, self.algorithm.teacher
         for name, active, reduce in (("imitation", of.active, "token"), ("teaching", teaching.coef, teaching.reduce)):
@@ -225,6 +224,8 @@ class Taught(GRPOModule):
         if not (torch.is_grad_enabled() and model is self.policy and teaching.coef and teaching.of_distributions):
             return super().forward_pass(model, scored, entropy_gradient)
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
+        if self.read is None:
+            raise UserError("replay= cannot repeat an update with whole distributions: it has no rows for the teacher")
         read = replace(self.read.rows(tokens.row.cpu()), mask=members)
         with self.timed(), torch.no_grad():
             judge = self.teacher.distributions(read, self.passes)
@@ -240,21 +241,33 @@ class Taught(GRPOModule):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a microbatch, and numbers to log, [B, C] each."""
         teaching, old = self.algorithm.teacher, self.algorithm.old_logprobs(microbatch)
-        if self.beyond:  # finite in the policy's part, where a text has the weight 0
-            names = [name for name in FROZEN if getattr(microbatch, name) is not None]
-            text = {name: torch.where(microbatch.mask, getattr(microbatch, name), logprobs.detach()) for name in names}
-            microbatch = replace(microbatch, **text)
         if microbatch.teaching is not None:
             D = self.divergence if teaching.of_distributions else teaching.of_sampled(logprobs, old, microbatch)
             microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
             taught = microbatch.teaching > 0
             self.parts.add_tokens("teacher/divergence", D.detach(), taught)
-            self.seen[microbatch.row, : D.shape[1]] = D.detach().where(taught, torch.nan)
+            if self.seen is not None:  # a replayed update has no rollout
+                kept = taught.any(1)
+                self.seen[microbatch.row[kept], : D.shape[1]] = D.detach().where(taught, torch.nan)[kept]
             for name, rows in self.teacher.by_name(microbatch.row).items():
                 self.parts.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
         if microbatch.imitation is not None:
             self.parts.add_tokens("imitation/loss", -logprobs.detach(), microbatch.imitation > 0)
-        return super().loss_of(logprobs, entropy, microbatch, alpha)
+        if self.beyond:  # finite in the policy's part, where a text has the weight 0
+            names = [name for name in FROZEN if getattr(microbatch, name) is not None]
+            text = {name: torch.where(microbatch.mask, getattr(microbatch, name), logprobs.detach()) for name in names}
+            microbatch = replace(microbatch, **text)
+        loss, logged = super().loss_of(logprobs, entropy, microbatch, alpha)
+        if not self.algorithm.policy_coef and not teaching.coef:  # of texts, no policy that sampled can be left
+            logged = {name: values for name, values in logged.items() if name != "ratio"}
+            logged["approx_kl"] = torch.zeros_like(logged["approx_kl"])
+        return loss, logged
+
+
+def any_beyond(tokens: TokenBatch) -> bool:
+    """Return whether a token outside of the mask is learned from: a text, or a sample without a reward or an advantage."""
+    parts = [weights for weights in (tokens.imitation, tokens.teaching) if weights is not None]
+    return any(bool(((weights > 0) & ~tokens.mask).any()) for weights in parts)
 
 
 def logprobs_and_divergence(

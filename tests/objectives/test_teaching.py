@@ -39,7 +39,7 @@ def test_the_sampled_divergence_has_the_gradient_of_the_reverse_one():
 
 
 def test_an_advantage_has_no_gradient_of_its_own():
-    """Of one token: d(-rho A) / d log S = -A = -ln 1.5. With a gradient of A it would be 1 - ln 1.5, whose mean is no other."""
+    """At one token d(-rho A) / d log S = -A = -ln 1.5. With a gradient of A it would be 1 - ln 1.5, whose mean is no other."""
     logprob = torch.tensor(0.5).log().requires_grad_()
     sampled(logprob, TEACHER[0], (logprob - logprob.detach()).exp()).backward()
     assert logprob.grad.item() == pytest.approx(-math.log(1.5), abs=1e-6)

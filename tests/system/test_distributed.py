@@ -45,8 +45,6 @@ CASES = {
     # the policy leaves its start in the first of three updates
     "divergence": """algo=gkd teacher=reference algo.policy_coef=1 algo.num_minibatches=3 rollout.prompts=3
         rollout.num_rollouts=2 optim.max_tokens_per_microbatch=1""",
-    "topd": """algo=topd teacher=reference algo.policy_coef=1 algo.num_minibatches=3 rollout.prompts=3
-        rollout.num_rollouts=2""",
     "adamw": "optim.optimizer._target_=torch.optim.AdamW optim.optimizer.lr=1e-3 rollout.num_rollouts=2",
     "ahead": """rollout.ahead=1 algo.old_policy=rollout engine=transformers engine._target_=helpers.slots.Apart
         rollout.num_rollouts=3""",

@@ -17,6 +17,7 @@ from grpo.system.output.words import plural
 
 HEATS = [n / 20 for n in range(2, 61)]  # temperatures that are tried as the cause of a difference
 NO_DIVERGENCE = Checked("SKIP", "algo.teacher.coef=0: no divergence to a teacher")
+NONE_TAUGHT = Checked("SKIP", "no row of the probe has what the teacher reads: see teacher/rows")
 
 
 def tokenizer(probe: Probe) -> Checked:
@@ -37,6 +38,8 @@ def own_numbers(probe: Probe) -> Checked:
         return Checked("SKIP", "no model of a teacher in this process")
     tokens = probe.assigned(probe.few)
     members = tokens.teaching > 0
+    if not members.any():
+        return NONE_TAUGHT
     tokens, read = (replace(rows, mask=members) for rows in (tokens, module.read))
     if of.of_distributions:
         module.forward_pass(module.policy, tokens, False)
@@ -66,13 +69,14 @@ def own_numbers(probe: Probe) -> Checked:
 @torch.no_grad()
 def predicted(model: nn.Module, rows: TokenBatch, temperature: float) -> Tensor:
     """Return the log-probabilities of the vocabulary at each sampled token, [n, V], from each row alone without padding."""
-    found = []
+    found, place = [], rows.ids.device
+    rows = rows.to(next(model.parameters()).device)
     for i in range(len(rows)):
         one = rows.rows(slice(i, i + 1))
         given = {"input_ids": one.ids, "attention_mask": one.attention_mask, "use_cache": False}
         logits = model(**given, logits_to_keep=one.completion_width + 1).logits[0, :-1][one.mask[0]]  # [c, V]
         found.append(divided(logits.float(), temperatures(one, temperature, packed=True)).log_softmax(-1))
-    return torch.cat(found)
+    return torch.cat(found).to(place)
 
 
 def knows(probe: Probe) -> Checked:
@@ -82,6 +86,8 @@ def knows(probe: Probe) -> Checked:
         return NO_DIVERGENCE
     count, tokens = len(probe.compared), probe.assigned(probe.compared)
     members = (tokens.teaching > 0)[:count]
+    if not members.any():
+        return NONE_TAUGHT
     theirs, ours = module.judged(tokens)[:count][members], probe.passed[0][members]
     chance = -math.log(module.policy.config.get_text_config().vocab_size)
     means = f"mean {theirs.mean():.2f}, median {theirs.median():.2f} nats"
@@ -98,7 +104,7 @@ def imitated(probe: Probe) -> Checked:
     of, tokens = probe.module.algorithm.imitation, probe.assigned(probe.tokens)
     if not of.active:
         return Checked("SKIP", "algo.imitation is 0: no text to imitate")
-    others = int((tokens.imitation > 0).sum()) - int(tokens.mask.sum()) * bool(of.sampled)
+    others = int(((tokens.imitation > 0) & (tokens.turn < 0)).sum())
     samples, rollouts = probe.samples, probe.rollouts
     if play := getattr(rollouts.selection, "play", None):  # of demonstrations, in place of samples
         shown = replace(rollouts, play=play).one_round(
