@@ -71,7 +71,8 @@ def repeated(module: GRPOModule, tokens: TokenBatch) -> tuple[float, dict[str, T
 def broken_places(tokens: TokenBatch, seen: dict[str, Tensor], tokenizer: Any) -> Iterator[str]:
     """Yield a line for each sampled token with a number that is not finite: its row and place, its text, and these numbers."""
     shape = tokens.mask.shape
-    of_tokens = {name: x for name, x in {**vars(tokens), **seen}.items() if x is not None and x.shape == shape}
+    given = {**vars(tokens), **seen, "given": None}  # advantages that came with samples; NaN is none
+    of_tokens = {name: x for name, x in given.items() if x is not None and x.shape == shape}
     numbers = {name: x for name, x in of_tokens.items() if x.is_floating_point()}
     wrong = {name: ~x.isfinite() & tokens.mask for name, x in numbers.items()}
     for row, at in torch.stack([*wrong.values()]).any(0).nonzero().tolist():

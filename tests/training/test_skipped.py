@@ -83,4 +83,5 @@ def test_a_run_goes_on_and_the_update_is_repeated(smoke, tmp_path, capsys, caplo
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("update 1, rollout 1: ") and said[0].endswith("gradient norm nan")
     assert "gradients that are not finite: " in said[1] and "tokens with a number that is not finite: " in said[2]
+    assert "given nan" not in "".join(said)  # samples that brought no advantages have no fault
     assert int(said[2].rpartition(" ")[2]) > 0 and said[3].startswith("  row ")
