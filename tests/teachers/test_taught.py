@@ -110,6 +110,19 @@ def test_rows_may_be_cut_padded_and_ordered_in_any_way(toy, teacher, name, monke
     same(once, learned(taught(fresh(toy), teacher, **settings), padded)[0])
 
 
+def second_alone(rewards: torch.Tensor) -> torch.Tensor:
+    """Return advantages that the first group lacks, as one without a spread does that is divided by it."""
+    return torch.stack([torch.full_like(rewards[0], torch.nan), rewards[1]])
+
+
+@pytest.mark.parametrize("name", ["sampled", "reverse", "iw_opd"])
+def test_a_teacher_needs_no_advantage(toy, teacher, name):
+    """A group without advantages is in the teacher's part all the same, and not with a log-probability of 0."""
+    whole, _ = learned(taught(fresh(toy), teacher, **DIVERGENCES[name]), rollout())
+    found, _ = learned(taught(fresh(toy), teacher, advantage=second_alone, **DIVERGENCES[name]), rollout())
+    same(whole, found)
+
+
 def test_a_teacher_inside_of_the_policy_keeps_its_own_head(toy):
     """An adapter learns on the head, too; the teacher is the policy without it. Its distributions are those of the start."""
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
