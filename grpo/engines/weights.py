@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from grpo.models.adapted import without_adapter
 from grpo.models.language import beside_language
 from grpo.models.quantized import Quantized, dequantize
 from grpo.system.distributed import full, is_sharded
@@ -39,7 +40,7 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     model are whole, one at a time, so all ranks must take them; they have the number type of the model's files.
     """
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapter(model)
 
     def whole(tensor: Tensor) -> Tensor:
         low = is_sharded(model) and tensor.is_floating_point()
@@ -79,7 +80,7 @@ def as_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     transformers may hold the experts of a mixture in one tensor, where the files have one for each expert.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapter(model)
     for name, tensor in checkpoint(model):
         files = revert_weight_conversion(base, {name: tensor})
         yield from ((key, part.contiguous()) for key, part in files.items())

@@ -12,6 +12,11 @@ from grpo.system.errors import UserError
 log = logging.getLogger(__name__)
 
 
+def without_adapter(model: nn.Module) -> nn.Module:
+    """Return the model, whose layers have the adapter's weights, in place of the adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def refusal(error: str) -> str:
     """Return PEFT's error in one line. error: its text, which may list the layers of a Mamba that it cannot adapt."""
     line = error.splitlines()[0]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo.models.adapted import without_adapter
 from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once, with_parts
 from grpo.models.token_scores import divided, temperature_at
 
@@ -83,11 +84,6 @@ class Joined:
             heat = temperature[mine] if isinstance(temperature, Tensor) else temperature
             found[mine] = part.logprobs(number[at][mine], heat, width).to(found.device)
         return found
-
-
-def without_adapter(model: nn.Module) -> nn.Module:
-    """Return the model, whose layers have the adapter's weights, in place of the adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def own_head(model: nn.Module) -> nn.Module:

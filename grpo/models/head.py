@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from grpo.models.adapted import without_adapter
 from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_logits, temperature_at
 
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
@@ -35,7 +36,7 @@ def token_values(
 
     A head with an adapter, a cap or 8-bit weights is computed by its own module.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+    model = without_adapter(model)
     head, device = model.get_output_embeddings(), hidden.device.type
     size = max(1, logits_at_once(device) // model.config.get_text_config().vocab_size)
     factor = factor_of(model, hidden.shape[1])

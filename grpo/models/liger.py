@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.models.adapted import without_adapter
 from grpo.models.compiled import reason_of
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import embedding_gradient, error_in, few_tokens, not_parallel
@@ -88,7 +89,7 @@ def objection_to(model: nn.Module, exact: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def patched(model: nn.Module) -> tuple[list[str], Callable[[], None]]:
     """Give the modules of a model Liger's kernels. Returns the names of what these compute, and a function that removes them."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapter(model)
     before = {module: dict(vars(module)) for module in base.modules()}
     shared = {owner: dict(vars(owner)) for owner in shared_by(base)}
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # of kernels for other hardware

@@ -14,25 +14,31 @@ from grpo.models.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
+from grpo.system import distributed
 from grpo.system.devices import sent
-from grpo.system.distributed import computes_in, one_pass
+from grpo.system.distributed import computes_in, is_sharded, one_pass
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
 def in_microbatches(
-    batch: TokenBatch, rows: Tensor, layout: Layout, max_tokens: int
+    batch: TokenBatch, rows: Tensor, layout: Layout, max_tokens: int, model: nn.Module | None = None
 ) -> list[tuple[Tensor, TokenBatch]]:
-    """Return the microbatches of these rows: the indices, [b], on their device, and the rows. rows: their indices, [n].
+    """Return the microbatches of these rows: the indices, [b], on their device, and the rows. rows: their indices, [n]. model:
+    where its parameters are shared out, all ranks get the same number, some of them with a silent row.
 
     The host waits for the device here and not between microbatches: it packs one while the device works on those before.
     """
-    if not len(rows):
-        return []
-    batch, rows = with_host(batch), rows.cpu()
-    pieces = [rows[piece] for piece in microbatches(batch.rows(rows), layout, max_tokens)]
-    return [(sent(piece, batch.ids.device), batch.rows(piece)) for piece in pieces]
+    found: list[tuple[Tensor, TokenBatch]] = []
+    if len(rows):
+        held, places = with_host(batch), rows.cpu()
+        pieces = [places[piece] for piece in microbatches(held.rows(places), layout, max_tokens)]
+        found = [(sent(piece, batch.ids.device), held.rows(piece)) for piece in pieces]
+    if model is not None and is_sharded(model):
+        missing = max(distributed.all_gather([len(found)])) - len(found)
+        found += [(rows[:0], batch.rows(slice(0, 1)).silenced())] * missing
+    return found
 
 
 def with_host(batch: TokenBatch) -> TokenBatch:

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model in a folder or on the hub, and how to load it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -199,6 +199,11 @@ def context_of(config: PretrainedConfig) -> int | None:
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += [rope.get("original_max_position_embeddings") for rope in ropes]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def differing_tokens(ours: Mapping[str, int], theirs: Mapping[str, int]) -> set[str]:
+    """Return the tokens that do not have the same id in both vocabularies."""
+    return {token for token, _ in ours.items() ^ theirs.items()}
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -174,7 +174,8 @@ class Algorithm:
         active). batch: with advantages, weights, old_logprobs, and whatever the axes need. Returns the sum over a microbatch, to
         be summed over the update, and numbers to log, [B, C] each.
         """
-        c, k, f, u, v, CE, D = 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0
+        c = k = f = 1.0
+        u = v = CE = D = 0.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
         l, logged, rho = self.policy_term(logprobs, batch)  # noqa: E741 - the equation's letter
         logged = {**logged, "policy": l, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}

@@ -53,8 +53,13 @@ def lacking(axis: str, function: Callable, offered: Iterable[str]) -> list[str]:
 
 def named(axis: str, function: Callable) -> str:
     """Return the key and the function of an axis, such as `algo.surrogate (clip)`."""
+    return f"algo.{axis} ({function_name(function)})"
+
+
+def function_name(function: Callable) -> str:
+    """Return the name of a function, or of the class of an object that is called like one."""
     function = getattr(function, "func", function)  # of a partial
-    return f"algo.{axis} ({getattr(function, '__name__', type(function).__name__)})"
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def function_of(axis: str, value: Any, kind: Any) -> Any:

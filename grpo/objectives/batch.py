@@ -52,6 +52,9 @@ class Scores:
         return steps.scatter_add(2, last, (rewards - steps.nansum(2))[..., None])
 
 
+OF_ROWS = "sample", "fresh", "group", "row"  # fields that have a number for each row, [B]
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """Rows of tokens for the loss. The module sets the fields that may be None, before the update that needs them."""
@@ -123,15 +126,7 @@ class TokenBatch:
         width, used = self.prompt_width, (self.host or self).attention_mask.any(dim=0).cpu()
         left, right = int(used[:width].int().argmax()), int(used[width:].sum())
         change = {name: getattr(self, name)[:, left : width + right] for name in ("ids", "attention_mask")}
-        for name in {f.name for f in fields(self)} - {
-            "ids",
-            "attention_mask",
-            "sample",
-            "fresh",
-            "group",
-            "row",
-            "host",
-        }:
+        for name in {f.name for f in fields(self)} - {"ids", "attention_mask", "host", *OF_ROWS}:
             if (tensor := getattr(self, name)) is not None:
                 change[name] = tensor[:, :right]  # [B, C]
         return replace(self, host=self.host and self.host.trimmed(), **change)

@@ -14,12 +14,11 @@ from grpo.models.divergence import Distributions, Predicted, own_head
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
-from grpo.models.pretrained import Pretrained, context_of
+from grpo.models.pretrained import Pretrained, context_of, differing_tokens
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.teaching import Teaching
 from grpo.rollout.rollouts import Rollouts
-from grpo.system import distributed
-from grpo.system.distributed import is_sharded, one_pass
+from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
 
@@ -100,11 +99,7 @@ class Teacher:
         logprobs, rows = torch.zeros_like(read.rollout_logprobs), read.mask.any(1).nonzero()[:, 0]
         with self.model() as model:
             layout, read = self.layout(model, passes), read.to(self.place)
-            pieces = in_microbatches(read, rows, layout[0], passes.most)
-            if is_sharded(model):  # all ranks make the same number of passes
-                missing = max(distributed.all_gather([len(pieces)])) - len(pieces)
-                pieces += [(rows[:0], read.rows(slice(0, 1)).silenced())] * missing
-            for indices, microbatch in pieces:
+            for indices, microbatch in in_microbatches(read, rows, layout[0], passes.most, model):
                 values, _ = one_pass(model, completion_logprobs, microbatch, passes.temperature, False, *layout)
                 logprobs[indices.to(logprobs.device), : microbatch.completion_width] = values.to(logprobs.device)
         return logprobs
@@ -210,7 +205,7 @@ def check_vocabulary(teacher: Pretrained, student: Pretrained) -> None:
     mine, other = student.tokenizer(), teacher.tokenizer()
     ours, theirs, ends = mine.get_vocab(), other.get_vocab(), (mine.eos_token, other.eos_token)
     what = f"{teacher.named} has another tokenizer than the policy"
-    if differing := {token for token, _ in ours.items() ^ theirs.items()}:
+    if differing := differing_tokens(ours, theirs):
         token = min(differing, key=lambda token: min(ours.get(token, 1 << 40), theirs.get(token, 1 << 40)))
         why = f"the policy's id of {token!r} is {ours.get(token)}, the teacher's {theirs.get(token)}, and {len(differing)} differ"
         raise UserError(f"{what}: {why}; {REMEDY}")

@@ -118,24 +118,20 @@ class Taught(GRPOModule):
         if not self.algorithm.policy_coef and not teaching.coef:  # nobody asks how probable its sampler found a token
             tokens = replace(tokens, fresh=torch.zeros_like(tokens.sample, dtype=torch.bool))
         policy, imitation, teacher = (self.factors(part, tokens, batch) for part in ("policy", "imitation", "teacher"))
-        self.of_policy = policy
+        weights, self.of_policy = of.sampled * sampled + of.observed * observed + of.given * given, policy
         return replace(
             tokens,
             mask=tokens.mask & (policy > 0),
-            imitation=imitation * (of.sampled * sampled + of.observed * observed + of.given * given)
-            if of.active
-            else None,
+            imitation=imitation * weights if of.active else None,
             teaching=teacher * teaching.coef * taught if teaching.coef else None,
         )
 
     def factors(self, part: str, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
         """Return the factor of each row in a part of the loss, by the column `source` of its example, [B, 1]."""
         by, size = self.algorithm.by_source, batch.scores.rewards.shape[1]
-        of_groups = (
-            [by.get(str(example.get("source")), {}).get(part, 1.0) for example in batch.scores.examples] if by else []
-        )
-        if not of_groups:
+        if not by:
             return torch.ones_like(tokens.rollout_logprobs[:, :1])
+        of_groups = [by.get(str(example.get("source")), {}).get(part, 1.0) for example in batch.scores.examples]
         return torch.tensor(of_groups, device=tokens.ids.device)[tokens.sample // size, None]
 
     def observed(self, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
@@ -197,10 +193,9 @@ class Taught(GRPOModule):
                 weights = getattr(minibatch, name)
                 weights = torch.zeros_like(minibatch.weights) if weights is None else weights
                 settings = reduce, self.algorithm.max_tokens, minibatch.sample, distributed.all_sum, count
-                share = (
-                    token_weights(weights > 0, *settings) * distributed.world_size()
-                )  # gradients of ranks are averaged
-                minibatch = replace(minibatch, **{name: weights * share})
+                shares = token_weights(weights > 0, *settings)
+                # gradients of ranks are averaged
+                minibatch = replace(minibatch, **{name: weights * shares * distributed.world_size()})
         return minibatch
 
     def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:

@@ -162,11 +162,7 @@ class GRPOModule(ModuleState):
 
     def microbatches(self, tokens: TokenBatch, rows: Tensor) -> list[tuple[Tensor, TokenBatch]]:
         """Cut these rows, [n], into pieces that go through the model at once. Returns the indices, [b], and the rows of each."""
-        pieces = in_microbatches(tokens, rows, self.layout[0], self.at_once.most)
-        if is_sharded(self.policy):  # all ranks make the same number of passes
-            missing = max(distributed.all_gather([len(pieces)])) - len(pieces)
-            pieces += [(rows[:0], tokens.rows(slice(0, 1)).silenced())] * missing
-        return pieces
+        return in_microbatches(tokens, rows, self.layout[0], self.at_once.most, self.policy)
 
     def to_learn(self, minibatch: TokenBatch) -> list[tuple[Tensor, TokenBatch]]:
         """Return the microbatches of an update: at least one, because every rank needs a backward pass. A rank without a live

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from grpo.models.adapted import without_adapter
 from grpo.system.devices import sent
 
 
@@ -20,7 +21,7 @@ class PaddedCache:
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         self.model, self.prompt_of, self.max_tokens, self.bound = model, prompts, max_tokens, bound
-        names = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+        names = inspect.signature(without_adapter(model).forward).parameters
         self.cache_name = "cache_params" if "cache_params" in names else "past_key_values"
         self.count = 0
 

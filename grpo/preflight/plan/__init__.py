@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
+from grpo.objectives.arguments import function_name
 from grpo.preflight import learning
 from grpo.preflight.forecast import Part, human, largest_phase
 from grpo.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes, times_and_problems
@@ -80,8 +81,7 @@ def teacher_words(probe: Probe) -> str:
         return ""
     of = probe.module.algorithm.teacher
     name = getattr(getattr(teacher, "pretrained", None), "path", type(teacher).__name__.lower())
-    divergence = getattr(of.divergence, "__name__", str(of.divergence))
-    return f"teacher: {name}, divergence {divergence}, coef {of.coef:g}" if of.coef else ""
+    return f"teacher: {name}, divergence {function_name(of.divergence)}, coef {of.coef:g}" if of.coef else ""
 
 
 def plan_of(

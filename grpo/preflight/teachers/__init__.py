@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from grpo.models.pretrained import differing_tokens
 from grpo.models.temperature import temperatures
 from grpo.models.token_scores import divided
 from grpo.objectives.batch import TokenBatch
@@ -25,7 +26,7 @@ def tokenizer(probe: Probe) -> Checked:
     if probe.tokenizer is None or (model := getattr(probe.module.teacher, "pretrained", None)) is None:
         return Checked("SKIP", "the teacher has no tokenizer of its own here")
     ours, theirs = probe.tokenizer.get_vocab(), model.tokenizer().get_vocab()
-    wrong = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
+    wrong = differing_tokens(ours, theirs)
     remedy = f"another tokenizer, for example at {min(wrong, default='')!r}: take a teacher of the policy's family"
     return judged(not wrong, f"{len(wrong)} of {len(ours)} entries of the vocabularies differ", remedy)
 
