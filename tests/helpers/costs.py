@@ -23,7 +23,7 @@ import pytest
 BUDGET = {
     "preflight": 45, "training": 35, "programs": 45, "objectives": 35, "rollout": 25, "tests": 25, "config": 22, "apps": 20,
     "serve": 18, "rewards": 20, "runs": 20, "report": 3, "tasks": 18, "models": 22, "engines": 15, "system": 14, "env": 10,
-    "evaluation": 10, "teachers": 20, "vllm_engines": 8, "data": 3, "devices": 12, "families": 5, "commands typed": 20,
+    "evaluation": 10, "teachers": 30, "vllm_engines": 8, "data": 3, "devices": 12, "families": 5, "commands typed": 20,
 }  # fmt: skip
 PACE = 0.0140
 NOISE = 1.5  # what the pace does not explain: the same tests took 1.6 times the CPU seconds elsewhere, at the same pace

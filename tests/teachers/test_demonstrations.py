@@ -165,6 +165,7 @@ def test_loss_and_gradient_of_sft(toy_model, parts):
         assert "rollout/logprob_gap" not in metrics  # nobody sampled these tokens
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="no trl")
 def test_loss_and_gradient_are_those_of_trl(toy, toy_model, parts, tmp_path):
     from datasets import Dataset

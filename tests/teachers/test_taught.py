@@ -90,7 +90,10 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+QUICK = ("sampled", "reverse", "topd")  # one of each kind
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DIVERGENCES])
 def test_rows_may_be_cut_padded_and_ordered_in_any_way(toy, teacher, name, monkeypatch):
     settings = {"imitation": {"sampled": 0.1}, "policy_coef": 0.5, **DIVERGENCES[name]}
     several = {"num_minibatches": 2, "num_epochs": 2, "lr": 0.01}
