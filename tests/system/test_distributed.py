@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import lightning as L
@@ -49,6 +50,12 @@ CASES = {
     "ahead": """rollout.ahead=1 algo.old_policy=rollout engine=transformers engine._target_=helpers.slots.Apart
         rollout.num_rollouts=3""",
     "adapter": "adapter=lora algo/kl=loss algo.kl.sync_every=1 algo.kl.sync_alpha=0.5 rollout.num_rollouts=2",
+}
+
+
+AHEAD = {
+    "exact": ("rollout.ahead=2 engine._target_=helpers.slots.Apart", [0, 1, 2, 2]),
+    "ready": ("rollout.ahead=2 rollout.order=ready engine._target_=helpers.slots.Streams", None),
 }
 
 
@@ -121,6 +128,22 @@ def test_two_ranks_learn_what_one_learns(learned, tmp_path, name):
             assert expected.keys() == shared.keys()
             for metric, value in expected.items():
                 assert shared[metric] == pytest.approx(value, abs=1e-4), f"{strategy} {metric}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", AHEAD)
+def test_two_ranks_share_rollouts_ahead(learned, tmp_path, order):
+    """Each plays its share, and both learn from the same groups: every prompt once, and the weights stay equal."""
+    settings, ages = AHEAD[order]
+    common = """engine=transformers algo.old_policy=rollout rollout.num_rollouts=4 rollout.prompts=3 eval.every=0
+        callbacks=[checkpoint,samples] task._target_=helpers.slots.Halves ~task.path strategy=ddp"""
+    learned(tmp_path, 2, [*common.split(), *settings.split()])
+    run = Run(tmp_path)
+    samples = run.samples()
+    assert Counter(samples.groupby("example").size()) == {2: 12}
+    told = rows(tmp_path)
+    assert ages is None or [row["rollout/staleness"] for row in told] == ages
+    assert all(row["rollout/staleness_max"] <= 4 for row in told) and len(told) == 4
 
 
 @pytest.mark.slow
