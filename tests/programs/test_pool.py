@@ -74,6 +74,9 @@ class Updates(L.Callback):
             self.made.set()
 
 
+Updates.first.acquire()
+
+
 class Held(Halves):
     """Two turns. Between those of one episode the environment waits until some update was made."""
 
