@@ -133,6 +133,7 @@ def test_a_resumed_run_loses_nothing(run, order, tmp_path):
         Run(tmp_path / folder).samples([*numbers]) for folder, numbers in (("crashed", (1, 2, 3)), ("rest", (4, 5, 6)))
     ]
     assert Counter(pd.concat(learned_from).groupby("example").size()) == {2: 12}
+    assert not list((tmp_path / "rest" / "discarded").glob("*"))
     if order == "exact":
         _, whole = run(settings, folder="whole")
         assert whole.completion.tolist() == pd.concat(learned_from).completion.tolist()
