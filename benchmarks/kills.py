@@ -4,8 +4,9 @@
 
 Each case is killed with SIGKILL, and every fourth time asked to stop with SIGTERM, until it has had so many. Compared are
 weights, optimizer, metrics without times, and all tables, bit by bit. Where groups are learned from as they are finished
-(rollout.order=ready), no two runs are equal: there every sample of the plan must have been learned from once. `disk` writes to a small file system that another program
-fills (this needs root), `truncated` cuts the newest checkpoint after each kill. The cases of vLLM need it.
+(rollout.order=ready), no two runs are equal: there every sample of the plan must have been learned from once. `disk` writes to a
+small file system that another program fills (this needs root), `truncated` cuts the newest checkpoint after each kill. The cases
+of vLLM need it.
 """
 
 import argparse
