@@ -1,4 +1,4 @@
-"""What rollouts ahead of the update give, on the same work: seconds, idle shares, staleness, accuracy and sampled tokens.
+"""Compare rollouts ahead of the update with rollouts in turn: seconds, idle shares, staleness, accuracy and sampled tokens.
 
     python benchmarks/asynchronous.py demo                     # every arm, three seeds; finished runs are not repeated
     python benchmarks/asynchronous.py quiz --arms ahead=0 "ready 4 tis" --seeds 0
@@ -10,10 +10,10 @@ order of handing over, a number of rollouts ahead, and what accounts for old sam
 the trainer's ratio; `ratio`, no correction, and a ratio to the policy that sampled. `ahead=0` is plain GRPO.
 
 Seconds a rollout are the median of update and wait. `whole` is the mean over the run, with the waits round evaluations, which
-themselves take no time. `allowed` is the speed-up by arithmetic, from the times of ahead=0 with this seed: (Tg + Tu) / max(Tg, Tu).
-With order=ready rollouts share the engine's slots, so that Tg in the denominator is the time of all steps in full slots. Shares
-are of the time between two handovers, without those round an evaluation. A level is reached at the first of two evaluations in a
-row that are not below it. Intervals are 95 %, Student's t over seeds; that of accuracy is for other problems, too.
+themselves take no time. `allowed` is the speed-up by arithmetic, (Tg + Tu) / max(Tg, Tu), from the times of ahead=0 with the same
+seed. With order=ready rollouts share the engine's slots, so that Tg in the denominator is the time of all steps in full slots.
+Shares are of the time between two handovers, without those round an evaluation. A level is reached at the first of two
+evaluations in a row that are not below it. Intervals are 95 %, Student's t over seeds; that of accuracy covers other problems.
 """
 
 import argparse
@@ -30,7 +30,6 @@ import pandas as pd
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from teacher_recipes import reached
 
 SPARE = "preflight=off forecast=false logger=csv alarms=warn callbacks=[samples]"
 PACED = "engine._target_=paced.Paced module._target_=paced.PacedModule"
@@ -157,6 +156,8 @@ def table(case: str, metrics: Mapping[str, Mapping[int, pd.DataFrame]], found: p
 
 def tokens_to(level: float, metrics: pd.DataFrame) -> float:
     """Return the tokens that a run has sampled when it reaches an accuracy; NaN if it does not."""
+    from teacher_recipes import reached
+
     points = pd.DataFrame({"accuracy": metrics["eval/accuracy"], "tokens": metrics["data/tokens"]})
     return reached(points.fillna({"tokens": 0.0}).dropna(), level)["tokens"]
 

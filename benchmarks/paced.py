@@ -81,7 +81,7 @@ class Paced:
         return context_of(self.model.config)
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copy the weights between two steps. Completions under way go on with them, on the keys and values of the old ones."""
+        """Copy the weights between two steps. Completions under way take them up, on the keys and values of the old ones."""
         self.loading = True
         with self.changed, torch.no_grad():
             if self.cache is None:
