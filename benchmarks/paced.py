@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.next_token import NextTokens
@@ -46,7 +47,8 @@ class Paced:
     completions at a time; others wait. pause: seconds of a load, in which no token is sampled. tail: share of the completions,
     chosen by their seeds, that take `stretch` times as many steps. Such a completion holds its slot after its last token, so
     its tokens are older than a slow one's would be when it is learned from.
-    path, max_cache_tokens, devices and nodes are not used: other engines have them.
+    aside: threads whose calls take no time, such as an evaluation's: nothing else is sampled meanwhile. unused: arguments of
+    other engines.
     """
 
     apart = in_flight = concurrent = True
@@ -72,13 +74,14 @@ class Paced:
         self.held: list[tuple[int, Call, int, Completion]] = []  # finished, but handed over at this step
         self.tokens = torch.zeros(0, dtype=torch.int64)  # [B], the last token of each row
         self.steps = 0
+        self.aside: set[int] = set()
 
     @property
     def context(self) -> int | None:
         return context_of(self.model.config)
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copy the weights between two steps. Completions under way go on with them, on the keys and values of the old ones."""
+        """Copy the weights between two steps. Completions under way take them up, on the keys and values of the old ones."""
         self.loading = True
         with self.changed, torch.no_grad():
             if self.cache is None:
@@ -96,7 +99,7 @@ class Paced:
             raise UserError(f"the paced engine samples from a plain Llama in float32, not from {type(model).__name__}")
         eos = model.generation_config.eos_token_id
         self.eos = {*eos} if isinstance(eos, list) else set() if eos is None else {eos}
-        self.cache = Slots(self.model)
+        self.cache, self.plain = Slots(self.model), TransformersEngine()
         self.thread = threading.Thread(target=self.pump, name="paced engine", daemon=True)
         self.thread.start()
 
@@ -111,6 +114,10 @@ class Paced:
         """Sample as an `Engine`; several threads may call it at once."""
         refuse_only_vllm(sampling.guided, sampling.vllm)
         check_context(max(map(len, prompts)), sampling.max_tokens, self.context)
+        if threading.get_ident() in self.aside:
+            with self.changed:
+                self.plain.load_weights(self.model, self.version)
+                return self.plain.sample(prompts, sampling, seeds, done, temperatures)
         texts = [tuple(prompt) for prompt in prompts]
         call = Call(texts, seeds, NextTokens(texts, sampling, seeds, torch.device("cpu"), temperatures))
         with self.changed:

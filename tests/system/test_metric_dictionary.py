@@ -54,10 +54,11 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
     }
     elsewhere |= {
         "rollout/staleness",
-        "rollout/replayed_groups",
+        "rollout/staleness_max",
+        *(f"rollout/{kind}_groups" for kind in ("buffered", "flying", "resampled", "stale", "replayed")),
         "data/asked",
         "data/drawable",
-        "time/played",
+        *(f"time/{kind}" for kind in ("played", "engine_idle", "weights")),
         "loss/NAME",
         "loss/scale",
         "loss/overflowed",
