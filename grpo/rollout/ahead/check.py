@@ -22,13 +22,13 @@ def rollouts_ahead(rollouts: Rollouts, objects: dict[str, Any], stop: Stop) -> C
     plan = rollouts.plan
     if not plan.ahead:
         return None
+    if plan.bound < plan.ahead:
+        line = f"rollout.max_staleness={plan.max_staleness} is below rollout.ahead={plan.ahead}"
+        raise UserError(f"{line}, by which samples are old in any case: raise it, or lower rollout.ahead")
     if not getattr(rollouts.engine, "apart", False):
         line = f"rollout.ahead={plan.ahead} needs an engine with its own copy of the weights"
         why = "the built-in one and vllm_shared sample from the weights that the update changes"
         raise UserError(f"{line}: set engine=vllm or engine=vllm_server; {why}")
-    if plan.bound < plan.ahead:
-        line = f"rollout.max_staleness={plan.max_staleness} is below rollout.ahead={plan.ahead}"
-        raise UserError(f"{line}, by which samples are old in any case: raise it, or lower rollout.ahead")
     if plan.order == "exact":
         return Chain(rollouts, objects)
     if reason := one_by_one(rollouts):
