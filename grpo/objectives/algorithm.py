@@ -23,7 +23,7 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
-from grpo.objectives.staleness import ages, between
+from grpo.objectives.staleness import ages, one_version_ago
 from grpo.objectives.teaching import BySource, Imitation, Teaching
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
@@ -38,8 +38,7 @@ class Algorithm:
 
     level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
     old_policy: the denominator of the ratio. `trainer`: the policy before the update, with the trainer's log-probabilities;
-    `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass); `between`: a guess at
-    the policy one version ago, without an extra pass (staleness.py).
+    `rollout`: the policy that sampled, with the engine's, without an extra pass or correction (bypass); `between`: staleness.py.
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the last share of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: truncated answers
@@ -180,7 +179,7 @@ class Algorithm:
         u = v = CE = D = 0.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
         if self.old_policy == "between":
-            batch = replace(batch, old_logprobs=between(logprobs, batch))
+            batch = replace(batch, old_logprobs=one_version_ago(logprobs, batch))
         l, logged, rho = self.policy_term(logprobs, batch)  # noqa: E741 - the equation's letter
         logged = {**logged, "policy": l, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
         if batch.counted is not None and "counted" not in parameters(self.surrogate):
