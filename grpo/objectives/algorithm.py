@@ -23,7 +23,7 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
-from grpo.objectives.staleness import ages, one_version_ago
+from grpo.objectives.staleness import ages, policy_between
 from grpo.objectives.teaching import BySource, Imitation, Teaching
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
@@ -179,7 +179,7 @@ class Algorithm:
         u = v = CE = D = 0.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
         if self.old_policy == "between":
-            batch = replace(batch, old_logprobs=one_version_ago(logprobs, batch))
+            batch = replace(batch, old_logprobs=policy_between(logprobs, batch))
         l, logged, rho = self.policy_term(logprobs, batch)  # noqa: E741 - the equation's letter
         logged = {**logged, "policy": l, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
         if batch.counted is not None and "counted" not in parameters(self.surrogate):

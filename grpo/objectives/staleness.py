@@ -16,9 +16,9 @@ def ages(batch: TokenBatch) -> Tensor:
     return torch.zeros_like(batch.rollout_logprobs) if batch.staleness is None else batch.staleness
 
 
-def one_version_ago(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+def policy_between(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     """Return log p = log mu + (1 - 1/d) (log pi - log mu), [B, C], without gradient: a guess at the policy one version ago, as if
-    log pi moved evenly from version to version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`). The ratio pi / p, which is clipped
-    is the d-th root of pi / mu, its change in one version; p / mu times it is pi / mu. Where d is 0 or 1, p is mu."""
+    log pi moved evenly from version to version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`). The ratio pi / p, which is
+    clipped, is the d-th root of pi / mu, its change in one version; p / mu times it is pi / mu. Where d is 0 or 1, p is mu."""
     mu = batch.rollout_logprobs
     return mu + (1 - 1 / ages(batch).clamp(min=1)) * (logprobs.detach() - mu)

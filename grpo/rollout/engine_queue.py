@@ -15,12 +15,14 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from grpo.engines.context import check_context
 from grpo.engines.protocol import Engine, Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.env.types import State
+from grpo.system.background import Background, stop_all
 from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import UserError
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # eval.py compare= must not import transformers
 T = TypeVar("T")
 CLOSING = 5  # seconds in which environments may close after an error
 Place = tuple[int, int]  # an episode: index of its example, index of its sample
+TOGETHER = 0.005  # seconds in which prompts for an eager engine share a call
 ROUNDING = 1e-3  # of an engine's log-probability, which may come from a 16-bit number
 
 
@@ -56,7 +59,8 @@ class EngineQueue:
     """The engine as episodes see it: `sample` returns the completion of one prompt, `serve` samples all waiting prompts together.
 
     Before it samples, it waits for every episode whose environment is working, unless that is slow (see `Calls.slow`). So the
-    batches of quick environments, and with them the last bits of every number, do not depend on thread timing.
+    batches of quick environments, and with them the last bits of every number, do not depend on thread timing. For an engine that
+    is `eager` it waits for none: each prompt is sampled at once, by a thread of its own, beside those that came before.
     """
 
     def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
@@ -68,6 +72,9 @@ class EngineQueue:
         self.slow: set[Place] = set()  # working episodes that the engine does not wait for
         self.came = (0.0, 0.0)  # times of the first and the latest prompt in `asked`
         self.changed = threading.Condition()
+        self.eager = getattr(engine, "eager", False)
+        self.calls: list[Background] = []  # of an eager engine
+        OPEN.add(self)
 
     def check(self, prompt: tuple[int, ...]) -> None:
         """Raise UserError for a prompt that leaves no room for an answer in the engine's context."""
@@ -112,14 +119,21 @@ class EngineQueue:
 
     def serve(self, episodes: threading.Thread) -> None:
         """Sample for the episodes until all are over. episodes: the thread of their event loop."""
-        while self._wait(episodes):
-            with self.changed:
-                places = sorted(self.asked)  # not in the order of arrival, which depends on threads
-                asked = [(place, *self.asked.pop(place)) for place in places]
-            while asked:
-                alike = self._alike(asked[0][2])
-                self._sample([one for one in asked if self._alike(one[2]) == alike])
-                asked = [one for one in asked if self._alike(one[2]) != alike]
+        try:
+            while self._wait(episodes):
+                with self.changed:
+                    places = sorted(self.asked)  # not in the order of arrival, which depends on threads
+                    asked = [(place, *self.asked.pop(place)) for place in places]
+                while asked:
+                    alike = self._alike(asked[0][2])
+                    these = partial(self._sample, [one for one in asked if self._alike(one[2]) == alike])
+                    self.calls.append(Background(these, "engine")) if self.eager else these()
+                    asked = [one for one in asked if self._alike(one[2]) != alike]
+        except BaseException:
+            stop_all(self.calls)
+            raise
+        finally:
+            OPEN.discard(self)
 
     def _alike(self, sampling: Sampling) -> Sampling:
         """Return what prompts of one call of the engine have in common."""
@@ -152,7 +166,15 @@ class EngineQueue:
     def _wait(self, episodes: threading.Thread) -> bool:
         """Wait until there are prompts to sample and no quick environment to wait for; False once all episodes are over."""
         with self.changed:
-            while (self.asked or self.working) and episodes.is_alive():
+            while (self.asked or self.working or self.calls) and episodes.is_alive():
+                if self.eager:
+                    if failures := [call.failure for call in self.calls if call.failure]:
+                        raise failures[0]
+                    self.calls = [call for call in self.calls if not call.future.done()]
+                    if self.asked and time.monotonic() - self.came[0] > TOGETHER:
+                        return True
+                    self.changed.wait(TOGETHER if self.asked else LOOK)
+                    continue
                 quick = self.working - self.slow
                 if self.asked and not quick:
                     first, latest = self.came
@@ -163,6 +185,18 @@ class EngineQueue:
                 if self.asked and quick and not came:
                     self.slow |= self.environments.slow(quick & self.working, [episodes.native_id, *loop_threads()])
             return False
+
+
+OPEN: "WeakSet[EngineQueue]" = WeakSet()
+
+
+def where() -> str:
+    """Return what the open episodes of this process wait for, for the message of a wait that was too long."""
+    queues = list(OPEN)
+    working = [place for queue in queues for place in [*queue.working]]
+    asked = sum(len(queue.asked) for queue in queues) + sum(len(queue.calls) for queue in queues)
+    first = f", the first is sample {working[0][1]} of prompt {working[0][0]}" if working else ""
+    return f"{len(working)} episodes wait for an environment or a reward{first}; {asked} calls for the engine"
 
 
 def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:

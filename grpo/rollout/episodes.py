@@ -106,12 +106,14 @@ def play(
     sampling: Sampling,
     seed: Callable[[int, int, int], int],
     limits: Limits | None = None,
+    finished: Callable[[int, Group], None] = lambda p, group: None,
 ) -> list[Group]:
     """Play `group_size` episodes of every example, and score each group as soon as its last episode is over. If the task or a
     reward has a state, groups are scored in order, one call at a time, so that a call always finds the same state.
 
     seed: from (index of the example, index of the sample, turn) to the seed of a completion; the turn ENVIRONMENT gives the
-    environment's seed. Every rank plays its share of the examples. Returns a group for every example, in order, on every rank.
+    environment's seed. finished: called with each group, and the index of its example, as soon as it is scored. Every rank plays
+    its share of the examples. Returns a group for every example, in order, on every rank.
     Raises RolloutError, with the groups that are finished, if a reward or every environment fails.
     """
     limits = limits or Limits()
@@ -133,18 +135,21 @@ def play(
         envs = [Environment(environments, (p, s), limits.step_timeout) for s in range(group_size)]
         try:
             played = await asyncio.gather(*(one(p, env) for env in envs))
-            finished = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
+            whole = [s for s, (trajectory, _) in enumerate(played) if not trajectory.failed]
             if in_order:
                 await asyncio.gather(*(scored[before].wait() for before in mine if before < p))
-            values, error = await score(examples[p], [played[s][0] for s in finished], [envs[s].env for s in finished])
+            values, error = await score(examples[p], [played[s][0] for s in whole], [envs[s].env for s in whole])
         finally:
             scored[p].set()
             await asyncio.gather(*(env.close() for env in envs))
         if error is not None:
-            error.sample = None if error.sample is None else finished[error.sample]
+            error.sample = None if error.sample is None else whole[error.sample]
             errors[p] = error
-        rewards = dict(zip(finished, values, strict=True))
-        return [Sample(examples[p], *both, rewards.get(s, UNKNOWN)) for s, both in enumerate(played)]
+        rewards = dict(zip(whole, values, strict=True))
+        samples = [Sample(examples[p], *both, rewards.get(s, UNKNOWN)) for s, both in enumerate(played)]
+        if error is None:
+            finished(p, samples)
+        return samples
 
     async def all_groups() -> list[Group]:
         return await asyncio.gather(*map(group, mine))

@@ -48,13 +48,6 @@ class Rollout:
         """The number of groups that an earlier rollout has played."""
         return sum(any(sample.age for sample in group) for group in self.groups)
 
-    def staleness(self, rollouts: int) -> float:
-        """Return the age of the weights that sampled a token, in versions before `rollouts`, on average over tokens."""
-        samples = [sample for group in self.groups for sample in group]
-        turns = [(sample.age, turn.completion) for sample in samples for turn in sample.turns]
-        versions = [done.versions or (self.version - age,) * len(done.ids) for age, done in turns]
-        return (rollouts * sum(map(len, versions)) - sum(map(sum, versions))) / max(1, sum(map(len, versions)))
-
 
 @dataclass(eq=False)
 class Rollouts:

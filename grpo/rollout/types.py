@@ -1,14 +1,14 @@
 """Data of a rollout: its plan, its limits, its samples. `Rollouts` makes rollouts."""
 
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Literal, Self
 
 from grpo.engines.protocol import Sampling
+from grpo.env.conversations import observation
 from grpo.env.tokens import Turn
-from grpo.env.types import Example, Reward, State, Trajectory
+from grpo.env.types import Example, Reward, Trajectory
 from grpo.system.errors import UserError
-from grpo.system.ranges import Count, Positive, Seconds, enforced
+from grpo.system.ranges import Count, Positive, Seconds, Whole, enforced
 
 TIMEOUT = 120.0  # default limit of one call of a reward, in seconds
 
@@ -40,14 +40,6 @@ class Sample:
 Group = list[Sample]  # the G samples of one example
 
 
-def observation(state: State) -> str:
-    """Return what is new to the policy in a state: the texts since its last message, or the prompt that stands for them."""
-    if state.prompt is not None:
-        return str(state.prompt)
-    new = takewhile(lambda message: message.role != "assistant", reversed(state.messages))
-    return "\n".join(message.content for message in reversed([*new]))
-
-
 @enforced("")
 @dataclass(frozen=True)
 class Limits:
@@ -67,8 +59,9 @@ class Limits:
 class Plan:
     """The size of a run: `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
 
-    ahead: 1 plays each rollout while the policy learns from the one before, so with older weights. epochs: passes over the
-    training examples, from which train.py computes num_rollouts; None: it is as given.
+    ahead: rollouts that are played, or wait, while the policy learns from one, see rollout/ahead. max_staleness: versions between
+    the weights that sampled a token and those that learn from it; None: `bound`. patience: seconds without a finished group.
+    epochs: passes over the training examples, from which train.py computes num_rollouts; None: it is as given.
     """
 
     prompts: Count
@@ -76,9 +69,19 @@ class Plan:
     num_rollouts: Count
     sampling: Sampling
     limits: Limits = field(default_factory=Limits)
-    ahead: Literal[0, 1] = 0
+    ahead: Whole = 0
+    order: Literal["exact", "ready"] = "exact"
+    max_staleness: Whole | None = None
+    stale: Literal["wait", "drop", "correct"] = "wait"
+    patience: Seconds = 1800.0
     epochs: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.temperature == 0:
             raise UserError("rollout.sampling.temperature=0: greedy samples are equal and teach nothing: raise it")
+
+    @property
+    def bound(self) -> int:
+        """The largest staleness of a token that is learned from, in versions."""
+        usual = self.ahead * (2 if self.order == "ready" else 1)
+        return usual if self.max_staleness is None else self.max_staleness

@@ -50,6 +50,16 @@ def in_play() -> Iterator[None]:
         _chosen.group = None
 
 
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """In a `with` block of this thread, `all_gather` and `share` know this rank alone."""
+    _chosen.by_itself = True
+    try:
+        yield
+    finally:
+        _chosen.by_itself = False
+
+
 def world_size() -> int:
     """The number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -71,7 +81,7 @@ def all_sum(tensor: Tensor) -> Tensor:
 
 def all_gather(items: list[T]) -> list[T]:
     """Return the lists of all ranks, concatenated, on every rank. The items must pickle."""
-    if world_size() == 1:
+    if world_size() == 1 or getattr(_chosen, "by_itself", False):
         return items
     lists: list[list[T]] = [[] for _ in range(world_size())]
     dist.all_gather_object(lists, items, group=getattr(_chosen, "group", None))
@@ -80,6 +90,8 @@ def all_gather(items: list[T]) -> list[T]:
 
 def share(length: int) -> range:
     """Return this rank's indices of `length` items. Shares are consecutive, and their sizes differ by at most one."""
+    if getattr(_chosen, "by_itself", False):
+        return range(length)
     return range(length * rank() // world_size(), length * (rank() + 1) // world_size())
 
 

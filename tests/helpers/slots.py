@@ -2,12 +2,16 @@
 
 import os
 import random
+import threading
+import time
 from copy import deepcopy
+from dataclasses import replace
 
 import lightning as L
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.messages import Message
+from grpo.env.tokens import Completion
 from grpo.env.types import Example, Reward, SingleTurn, State, Trajectory
 from tasks.gsm8k import GSM8K
 
@@ -75,6 +79,36 @@ class Apart(TransformersEngine):
     def sample(self, *args):
         self.sampled.append(self.version)
         return super().sample(*args)
+
+
+class Streams(Apart):
+    """Several threads sample at once. Completions are sampled in pieces of `piece` tokens, and get new weights in between."""
+
+    concurrent = in_flight = True
+
+    def __init__(self, max_cache_tokens: int = 65536, piece: int = 3, pause: float = 0.0) -> None:
+        super().__init__(max_cache_tokens)
+        self.turn, self.piece, self.pause = threading.Lock(), piece, pause
+
+    def load_weights(self, model, version):
+        with self.turn:
+            super().load_weights(model, version)
+
+    def sample(self, prompts, sampling, seeds, done=None):
+        made = [Completion((), (), "length", ()) for _ in prompts]
+        while going := [i for i, c in enumerate(made) if c.finish == "length" and len(c.ids) < sampling.max_tokens]:
+            time.sleep(self.pause)
+            with self.turn:
+                version = self.version
+                some = replace(sampling, max_tokens=min(self.piece, sampling.max_tokens - len(made[going[0]].ids)))
+                texts = [(*prompts[i], *made[i].ids) for i in going]
+                more = super().sample(texts, some, [seeds[i] + len(made[i].ids) for i in going])
+            for i, new in zip(going, more, strict=True):
+                versions = (*made[i].versions, *(version,) * len(new.ids))
+                made[i] = Completion(made[i].ids + new.ids, made[i].logprobs + new.logprobs, new.finish, versions)
+                if done is not None and (new.finish == "stop" or len(made[i].ids) >= sampling.max_tokens):
+                    done(i, made[i])
+        return made
 
 
 class Talk:

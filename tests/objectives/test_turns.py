@@ -9,6 +9,7 @@ from conftest import preset
 from helpers.learning import GROUPS, fresh, make_module, rollout
 from torch import tensor
 
+from grpo.env.conversations import observation
 from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.objectives.algorithm import Algorithm
@@ -16,7 +17,6 @@ from grpo.objectives.checks import check_algorithm
 from grpo.objectives.loss import clip
 from grpo.objectives.turns import RoleBaseline, gigpo, optimal_token, peers, remax, returns, turn_returns
 from grpo.rollout.collate import collate
-from grpo.rollout.types import observation
 from grpo.system.errors import UserError
 
 NAN = math.nan

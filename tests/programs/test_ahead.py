@@ -21,11 +21,13 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.objectives.checks import check_algorithm
-from grpo.rollout import ahead
-from grpo.rollout.ahead import Background
+from grpo.rollout.ahead.chain import Chain
+from grpo.rollout.ahead.order import ages_of
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.runs import Run
+from grpo.system import background
+from grpo.system.background import Background
 from grpo.system.errors import RolloutError, UserError
 
 LIMIT = 60  # seconds after which a test that waits fails
@@ -108,8 +110,10 @@ def test_for_a_policy_that_stays_as_it_is_it_changes_nothing(run, tmp_path):
     settings, task = [*settings, "selection.by=reward", "callbacks=[samples]"], {"_target_": "test_ahead.Later"}
     usual = run(*settings, "rollout.ahead=0", folder="usual", task=task)
     early = run(*settings, folder="ahead", task=task)
-    assert [row.pop("rollout/staleness") for row in early] == [0, 1, 1]
-    assert early == usual and max(row["rollout/rounds"] for row in usual) > 1
+    assert [row["rollout/staleness"] for row in early] == [0, 1, 1]
+    assert [{key: row[key] for key in usual[0]} for row in early] == usual and max(
+        row["rollout/rounds"] for row in usual
+    ) > 1
     written = [Run(tmp_path / folder).samples([1, 2, 3]) for folder in ("usual", "ahead")]
     assert written[0].equals(written[1]) and len(written[0]) == 36
 
@@ -164,7 +168,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_needed(run, tmp_path, mo
     assert len(pd.read_parquet(folder / "rollouts" / "000003.failed.parquet")) == 4
     assert [row["step"] for row in rows(folder)] == [0, 1, 2]
     left = state(folder)["callbacks"]["RolloutCallback"]
-    assert left["rollouts"] == 2 and "ahead" not in left
+    assert left["rollouts"] == 2 and left["ahead"]["finished"] == []
 
     monkeypatch.setattr(Breaking, "most", 1000)
     told = run(*settings, f"ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", folder="mended", task=task)
@@ -203,7 +207,7 @@ class InFlight(Apart):
 
 
 def test_weights_that_are_taken_in_flight_are_given_at_once(run):
-    told = run("rollout.num_rollouts=3", engine="InFlight")
+    told = run("rollout.num_rollouts=3", "rollout.order=ready", engine="InFlight")
     assert InFlight.loads == [0, 1, 2] and InFlight.sampled == [0, 0, 1, 1, 2]
     assert [row["rollout/staleness"] for row in told] == [0, 0.5, 0.5]
 
@@ -215,17 +219,25 @@ def test_staleness_counts_each_token():
 
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
     played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
-    assert played.staleness(4) == (1 + 1 + 1 + 1 + 0) / 5
+    assert ages_of(played, 4) == {
+        "rollout/staleness": pytest.approx((1 + 1 + 1 + 1 + 0) / 5),
+        "rollout/staleness_max": 1,
+    }
     replayed = replace(played, groups=[[*groups[0], replace(sample(1, None), age=2)]])
-    assert replayed.staleness(4) == (1 + 1 + 1 + 1 + 0 + 3) / 6
+    assert ages_of(replayed, 4) == {"rollout/staleness": pytest.approx(7 / 6), "rollout/staleness_max": 3}
 
 
 def test_a_rollout_of_another_plan_is_played_again():
-    plan = Plan(2, 2, 4, Sampling(4))
-    for other, taken in ((replace(plan, num_rollouts=9), True), (replace(plan, group_size=3), False)):
-        made = ahead.Ahead(SimpleNamespace(plan=plan))
-        made.load_state_dict({"ahead": (other, "a rollout")})
-        assert (made.next is not None) == taken
+    plan, rollout = Plan(2, 2, 4, Sampling(4), ahead=1), Rollout([], None, [], None, rounds=1, version=3, seconds=0.0)
+    others = (
+        (replace(plan, num_rollouts=9), True),
+        (replace(plan, ahead=3), True),
+        (replace(plan, group_size=3), False),
+    )
+    for other, taken in others:
+        made = Chain(SimpleNamespace(plan=plan, engine=None), {})
+        made.load_state_dict({"ahead": {"plan": other, "finished": [rollout], "places": [[]]}}, 2)
+        assert (made.finished == {2: rollout}) == taken
 
 
 def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
@@ -233,12 +245,12 @@ def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(ahead, "GRACE", LIMIT)
+    monkeypatch.setattr(background, "GRACE", LIMIT)
     endless = Background(forever)
     endless.stop()
     assert not endless.thread.is_alive()
 
-    monkeypatch.setattr(ahead, "GRACE", 0.1)
+    monkeypatch.setattr(background, "GRACE", 0.1)
     over = threading.Event()
     deaf = Background(over.wait)
     deaf.stop()

@@ -66,7 +66,7 @@ class EvaluationCallback(L.Callback):
         """Evaluate the present policy."""
         rollout, rollouts = self.rollout, self.rollout.rollouts
         if rollout.ahead:
-            rollout.ahead.wait()
+            rollout.ahead.settle()
         begun = time.perf_counter()
         rollout.sync()
         rollout.before = rollout.before or everything(rollout.objects)

@@ -5,10 +5,11 @@ from functools import partial
 
 import lightning as L
 
-from grpo.rollout.ahead import Ahead, check_engine
+from grpo.rollout.ahead.check import check_policy, rollouts_ahead
 from grpo.rollout.collate import collate
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
+from grpo.rollout.staleness import with_staleness
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
 from grpo.system.progress import Progress
@@ -22,14 +23,13 @@ class RolloutCallback(L.Callback):
     """Plays the rollouts, and counts them: the count is the x-axis of all metrics; 0 is the policy before training.
 
     The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The states of random generators and
-    of the user's objects are saved with it. With rollout.ahead=1 the next rollout is played during the update. stop: whether the
-    run should end; it does so before a rollout or, on one device, in the middle of one, which a resumed run plays again.
+    of the user's objects are saved with it. With rollout.ahead others are played during the update. stop: whether the run should
+    end; it does so before a rollout or, on one device, in the middle of one, which a resumed run plays again.
     """
 
     def __init__(self, rollouts: Rollouts, stop: Stop | None = None) -> None:
         self.stop = stop or Stop()
         self.rollouts, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
-        self.ahead = Ahead(rollouts) if self.plan.ahead else None
         self.batches = RolloutBatches()
         self.objects = {"task": rollouts.task, "sampler": rollouts.sampler}  # the user's, which may have states
         self.objects |= {"selection": rollouts.selection, "advantage": rollouts.algorithm.advantage}
@@ -39,7 +39,7 @@ class RolloutCallback(L.Callback):
         # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
         self.rounding: float | None = None
         self.syncing = self.started = 0.0  # seconds
-        check_engine(self.engine, self.plan.ahead)
+        self.ahead = rollouts_ahead(rollouts, self.objects, self.stop)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
@@ -53,6 +53,7 @@ class RolloutCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stop.listen()  # after Lightning, which takes SIGTERM itself
         check_devices(trainer.world_size, self.plan.prompts, self.learned)
+        check_policy(self.ahead, self.policy)
         if self.learned >= self.plan.num_rollouts:
             line = f"ckpt_path has learned from {self.learned} rollouts already"
             raise UserError(f"{line}: to continue, set a larger rollout.num_rollouts")
@@ -65,18 +66,20 @@ class RolloutCallback(L.Callback):
         memory.reset_peak(module.device)
         self.started, self.syncing = time.perf_counter(), 0.0
         if self.ahead:
-            rollout = self.ahead.make(batch.rollout, self.sync)
+            with self.stop.allowed():
+                rollout = self.ahead.make(batch.rollout, self.sync)
         else:
             self.sync()
             self.before = everything(self.objects)
             with self.stop.allowed():
                 rollout = self.rollouts.make(batch.rollout)
             self.before = None
-        if (not self.ahead or not self.ahead.next) and (sleep := getattr(self.engine, "sleep", None)):
+        if (not self.ahead or not self.ahead.flying) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
         batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
-        tokens = collate([batch.groups[i] for i in mine], [i * batch.scores.rewards.shape[1] for i in mine])
+        groups, size = [batch.groups[i] for i in mine], batch.scores.rewards.shape[1]
+        tokens = with_staleness(collate(groups, [i * size for i in mine]), groups, rollout.version, self.learned)
         batch.tokens = tokens.to(module.device)
         batch.metrics |= rollout_metrics(rollout.played, rollout.all_scores)
         batch.metrics |= {
@@ -89,15 +92,15 @@ class RolloutCallback(L.Callback):
             "memory/rollout": float(memory.peak(module.device)),
         }
         if self.ahead:
-            batch.metrics |= {"rollout/staleness": rollout.staleness(self.learned), "time/played": rollout.seconds}
+            batch.metrics |= self.ahead.facts(rollout, self.learned)
         memory.reset_peak(module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
     ) -> None:
         self.learned = batch.rollout + 1
-        if self.ahead and self.ahead.next and getattr(self.engine, "in_flight", False):
-            self.sync()
+        if self.ahead:
+            self.ahead.learned(self.learned, self.policy, self.sync)
         elapsed = time.perf_counter() - self.started
         batch.metrics |= outputs | {
             "memory/update": float(memory.peak(module.device)),
@@ -115,10 +118,8 @@ class RolloutCallback(L.Callback):
         self.syncing += time.perf_counter() - begun
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if self.ahead and isinstance(exception, StopError):
-            self.ahead.wait()  # a checkpoint keeps the rollout that is being played
-        elif self.ahead:
-            self.ahead.stop()
+        if self.ahead:
+            self.ahead.stop(keeps=isinstance(exception, StopError))
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.ahead:  # in case another callback ended the run
@@ -134,4 +135,4 @@ class RolloutCallback(L.Callback):
         self.learned = self.batches.start = state["rollouts"]
         set_everything(self.objects, state)
         if self.ahead:
-            self.ahead.load_state_dict(state)
+            self.ahead.load_state_dict(state, self.learned)

@@ -1,0 +1,226 @@
+"""Rollouts one after another, in their order, in a thread beside the update."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from grpo.rollout.ahead.clock import Clocked, IdleClock
+from grpo.rollout.ahead.order import ages_of
+from grpo.rollout.plain import Tensors, to_plain
+from grpo.rollout.rollouts import Rollout, Rollouts
+from grpo.system.background import Background
+from grpo.system.distributed import in_play
+from grpo.system.errors import RolloutError
+from grpo.system.states import states_of
+
+log = logging.getLogger(__name__)
+
+LOOK = 1.0  # seconds between two looks at the thread
+STOPPING = 30.0  # seconds that a stopped run waits for the rollout in play, which the checkpoint then keeps
+
+
+class Chain:
+    """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout may change.
+
+    With order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With ahead=1 the trainer's
+    thread gives them between two rollouts. Beyond that, each version is copied on the policy's device, and the thread that plays
+    takes the copy: up to `ahead` copies of the trained weights. With order=ready the newest weights are taken, in flight if the
+    engine can.
+    """
+
+    def __init__(self, rollouts: Rollouts, objects: dict[str, Any]) -> None:
+        self.plan, self.clock, self.objects = rollouts.plan, IdleClock(), objects
+        self.rollouts = rollouts
+        self.engine = rollouts.engine
+        exact = self.plan.order == "exact"
+        self.in_flight = not exact and bool(getattr(self.engine, "in_flight", False))
+        self.exact, self.between = exact, not self.in_flight and self.plan.ahead == 1
+        self.copies: dict[int, nn.Module] = {}  # by version
+        self.finished: dict[int, Rollout] = {}  # not handed over
+        self.issued = self.next = 0  # rollouts below `issued` may be played; `next` is the first that is not finished
+        self.begun, self.first = False, 0  # the first version of this process
+        self.before: dict[str, Any] | None = None  # the states of the objects before the rollout in play
+        self.worker: Background | None = None
+        self.changed = threading.Condition()
+
+    # -- for the trainer's thread
+
+    def make(self, r: int, sync: Callable[[], None]) -> Rollout:
+        """Return rollout r, and let those up to r + ahead be played. sync: gives the engine the policy's weights."""
+        if not self.begun or r >= self.issued:
+            self.issued, self.next = max(self.issued, r), max(self.next, r)
+            sync()
+            self.begun, self.first = True, r
+        self._issue(r + 1 if self.between else r + self.plan.ahead + 1)
+        self._wait(lambda: r in self.finished)
+        rollout = self.finished.pop(r)
+        if self.between and r + 1 < self.plan.num_rollouts:
+            with self.clock.waits():
+                sync()
+            self._issue(r + 2)
+        return rollout
+
+    def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
+        """Take the weights after an update: give them to an engine that takes them in flight, or keep a copy."""
+        if self.in_flight:
+            return sync() if self.flying else None
+        if not self.between and version + (self.plan.ahead if self.exact else 0) < self.plan.num_rollouts:
+            shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+            with self.changed:
+                if not self.exact:
+                    self.copies.clear()
+                self.copies[version] = deepcopy(policy, shared)
+                self.changed.notify_all()
+
+    @property
+    def flying(self) -> int:
+        """The number of groups that are being played."""
+        return (self.issued - self.next) * self.plan.prompts
+
+    def facts(self, rollout: Rollout, update: int) -> dict[str, float]:
+        """Return the metrics of a handover."""
+        return {
+            **ages_of(rollout, update),
+            "rollout/buffered_groups": float(sum(len(each.groups) for each in self.finished.values())),
+            "rollout/flying_groups": float(self.flying),
+            "time/played": rollout.seconds,
+            **self.clock.read(),
+        }
+
+    def settle(self) -> None:
+        """Wait until no rollout is in play: for an evaluation, or a checkpoint. A failure is raised by `make`."""
+        self._wait(lambda: self.next >= self.issued, raises=False)
+
+    def stop(self, keeps: bool = False) -> None:
+        """Stop. keeps: wait for the rollout in play, at most STOPPING seconds, so that a checkpoint has it."""
+        if keeps and self.worker:
+            self.issued = min(self.issued, self.next + 1)
+            self._wait(lambda: self.next >= self.issued, raises=False, limit=STOPPING)
+        if self.worker:
+            self.worker.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the finished rollouts for a checkpoint. Those that are not finished are played again, with the same seeds."""
+        if self.worker and self.worker.thread.is_alive():
+            self.settle()
+        finished = [self.finished[r] for r in sorted(self.finished)]
+        state = {"plan": self.plan, "finished": finished, "places": [places_of(rollout) for rollout in finished]}
+        try:
+            to_plain(state["finished"], Tensors(), "rollout")  # whether a file can hold it
+        except TypeError as error:
+            log.warning("the checkpoint has no rollout ahead, it is played again with newer weights: %s", error)
+            return {}
+        return {"ahead": state} | ({"objects": self.before} if self.before is not None else {})
+
+    def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
+        """Take the finished rollouts from a checkpoint after `learned` rollouts, if they were made with the same plan."""
+        kept = state.get("ahead") or {}
+        if "finished" in kept and "flying" not in kept and same_samples(kept["plan"], self.plan):
+            both = zip(kept["finished"], kept["places"], strict=True)
+            self.finished = {r: linked(*pair) for r, pair in enumerate(both, learned)}
+            self.issued = self.next = learned + len(self.finished)
+
+    # -- the thread
+
+    def _issue(self, count: int) -> None:
+        with self.changed:
+            self.issued = max(self.issued, min(count, self.plan.num_rollouts))
+            if self.next < self.issued and (self.worker is None or self.worker.future.done()):
+                self.worker = Background(self._play)
+
+    def _play(self) -> None:
+        eager = not self.exact and getattr(self.engine, "concurrent", False)
+        mine = replace(self.rollouts, engine=Clocked(self.engine, self.clock, eager))
+        while self.next < self.issued:
+            if not self.between and not self.in_flight:
+                self._take(self.next)
+            self.before = states_of(self.objects)
+            rollout = mine.make(self.next)
+            with self.changed:
+                self.finished[self.next] = rollout
+                self.before = None
+                self.next += 1
+                self.changed.notify_all()
+                if self.next >= self.issued:  # while no other thread can issue more
+                    self.worker = None
+                    return
+
+    def _take(self, r: int) -> None:
+        """Give the engine the weights of rollout r, once they are there."""
+        wanted = max(self.first, r - self.plan.ahead)
+        with self.clock.waits():
+            with self.changed:
+                if not self.exact:
+                    wanted = max(self.copies, default=self.engine.version)
+                self.changed.wait_for(lambda: self.engine.version == wanted or wanted in self.copies)
+                copy = self.copies.get(wanted)
+            if copy is not None and self.engine.version != wanted:
+                with in_play():
+                    self.engine.load_weights(copy, wanted)
+        with self.changed:
+            self.copies = {version: kept for version, kept in self.copies.items() if version > wanted}
+
+    def _wait(self, reached: Callable[[], bool], raises: bool = True, limit: float | None = None) -> None:
+        """Wait, in steps that a signal interrupts. Raises the thread's failure, or RolloutError after `plan.patience` seconds."""
+        begun = since = time.monotonic()
+        done = self.next
+        while not reached():
+            with self.changed:
+                worker = self.worker
+                self.changed.wait_for(lambda: reached() or failed(self.worker), LOOK)
+            if failure := not reached() and failed(worker):
+                if raises:
+                    raise failure
+                return
+            if done != self.next:
+                done, since = self.next, time.monotonic()
+            if limit is not None and time.monotonic() - begun > limit:
+                log.warning("rollout %d was not finished in %g s: it is played again", self.next + 1, limit)
+                return
+            if time.monotonic() - since > self.plan.patience:
+                raise RolloutError(waited(self.plan.patience, f"rollout {self.next + 1}"))
+
+
+def places_of(rollout: Rollout) -> list[list[list[int] | None]]:
+    """Return where in `played` the episode of each sample of `groups` is; None for one that an earlier rollout has played."""
+    places = {id(s.trajectory): [i, j] for i, group in enumerate(rollout.played) for j, s in enumerate(group)}
+    return [[places.get(id(sample.trajectory)) for sample in group] for group in rollout.groups]
+
+
+def linked(rollout: Rollout, places: list[list[list[int] | None]]) -> Rollout:
+    """Return a rollout that was read from a file, with one object for each episode in `groups` and `played`, as it was made."""
+    groups = [
+        [
+            replace(sample, trajectory=rollout.played[place[0]][place[1]].trajectory) if place else sample
+            for sample, place in zip(group, of_group, strict=True)
+        ]
+        for group, of_group in zip(rollout.groups, places, strict=True)
+    ]
+    return replace(rollout, groups=groups)
+
+
+def failed(worker: Background | None) -> BaseException | None:
+    """Return the exception that ended a thread, if one did."""
+    return worker.failure if worker else None
+
+
+def waited(seconds: float, what: str) -> str:
+    """Return a line about a wait that was too long, with what the open episodes wait for."""
+    from grpo.rollout.engine_queue import where
+
+    line = f"no group was finished for rollout.patience={seconds:g} s: the policy waits for {what}"
+    return f"{line} ({where()}); resume=auto continues the run"
+
+
+def same_samples(theirs: Any, ours: Any) -> bool:
+    """Return whether two plans make the same samples; their lengths, and how far they play ahead, may differ."""
+    free = {
+        name: getattr(ours, name) for name in ("num_rollouts", "ahead", "order", "max_staleness", "stale", "patience")
+    }
+    return replace(theirs, **free) == ours

@@ -1,0 +1,62 @@
+"""Refuses rollouts ahead of the update that cannot be had, and chooses how they are played."""
+
+import logging
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from grpo.rollout.ahead.chain import Chain
+from grpo.rollout.ahead.pool import Pool
+from grpo.rollout.draw import Everything, is_source
+from grpo.rollout.rollouts import Rollouts
+from grpo.system.distributed import is_sharded
+from grpo.system.errors import UserError
+from grpo.system.stop import Stop
+
+log = logging.getLogger(__name__)
+
+
+def rollouts_ahead(rollouts: Rollouts, objects: dict[str, Any], stop: Stop) -> Chain | Pool | None:
+    """Return what plays rollouts beside the update; None with rollout.ahead=0. Raises UserError."""
+    plan = rollouts.plan
+    if not plan.ahead:
+        return None
+    if not getattr(rollouts.engine, "apart", False):
+        line = f"rollout.ahead={plan.ahead} needs an engine with its own copy of the weights"
+        why = "the built-in one and vllm_shared sample from the weights that the update changes"
+        raise UserError(f"{line}: set engine=vllm or engine=vllm_server; {why}")
+    if plan.bound < plan.ahead:
+        line = f"rollout.max_staleness={plan.max_staleness} is below rollout.ahead={plan.ahead}"
+        raise UserError(f"{line}, by which samples are old in any case: raise it, or lower rollout.ahead")
+    if plan.order == "exact":
+        return Chain(rollouts, objects)
+    if reason := one_by_one(rollouts):
+        log.info("rollout.order=ready: rollouts are played one after another, because %s", reason)
+        return Chain(rollouts, objects)
+    return Pool(rollouts, stop)
+
+
+def one_by_one(rollouts: Rollouts) -> str | None:
+    """Return why several rollouts cannot be played at once; None if they can."""
+    engine, play, task = rollouts.engine, rollouts.play, rollouts.task
+    if not getattr(engine, "concurrent", False):
+        return f"{type(engine).__name__} samples for one rollout at a time"
+    if is_source(rollouts.sampler):
+        return "a source gives whole rollouts"
+    if type(rollouts.selection) is not Everything:
+        return f"selection {type(rollouts.selection).__name__} decides by a whole rollout which prompts to play next"
+    if getattr(task, "state_dict", dict)():
+        return "the task or its reward has a state, which changes from group to group"
+    if "finished" not in signature(play).parameters:
+        return "this `play` does not report groups as they are finished"
+    return None
+
+
+def check_policy(ahead: Chain | Pool | None, policy: nn.Module) -> None:
+    """Raise UserError for a sharded policy that would have to be copied."""
+    if isinstance(ahead, Chain) and not ahead.between and not ahead.in_flight and is_sharded(policy):
+        line = f"rollout.ahead={ahead.plan.ahead} order={ahead.plan.order} copies the weights of each version"
+        raise UserError(
+            f"{line}, and a sharded policy cannot be copied: set rollout.ahead=1, or order=ready with engine=vllm_server"
+        )
