@@ -38,8 +38,7 @@ class Algorithm:
 
     level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
     old_policy: the denominator of the ratio. `trainer`: the policy before the update, with the trainer's log-probabilities;
-    `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass); `between`: a guess at
-    the policy one version ago, without an extra pass (staleness.py).
+    `rollout`: the policy that sampled, with the engine's, without an extra pass or correction (bypass); `between`: staleness.py.
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the last share of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: truncated answers

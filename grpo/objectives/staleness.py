@@ -2,7 +2,7 @@
 
 Three policies: mu sampled the token, p is the one before the update, pi the one that learns. A version is the number of rollouts
 that weights have learned from; d, the staleness of a token, is the version of p less that of mu. Each token has its own mu: its
-log-probability is the one with which it was sampled, also in a row that newer weights went on with.
+log-probability is the one with which it was sampled, also in a row that newer weights continued.
 """
 
 import torch
