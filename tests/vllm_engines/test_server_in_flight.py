@@ -9,8 +9,8 @@ from copy import deepcopy
 import psutil
 import pytest
 import torch
+from helpers.in_flight import segments
 from helpers.models import CONTEXT, PROMPTS, disturb, gap, model_folder
-from test_in_flight import segments
 from transformers import AutoModelForCausalLM
 
 from grpo.engines.protocol import Sampling
