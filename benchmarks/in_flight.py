@@ -5,10 +5,10 @@
 It needs vLLM, and takes minutes. vLLM runs in this process, with a random Llama in float32. A thread samples, and this one loads
 the next version of the policy, a step of AdamW further, whenever an equal share of the steps is over. `without`: no new weights.
 
-seconds: of all completions. load: of a call of load_weights, with its wait for the step under way; the median. again: tokens that
-vLLM computes again, for each update. first, later: mean |log pi - log mu| in nats of the tokens before the first update, and of
-those after it; pi: the weights that drew the token, with a cache of their own; mu: what vLLM returned. largest: the largest later
-one. newest: the mean over all tokens with the newest weights as pi, which is what an update without a correction would meet.
+seconds: of one CPU for all completions. load: of these, for a call of load_weights; the median. again: tokens that vLLM computes
+again, for each update. first, later: mean |log pi - log mu| in nats of the tokens before the first update, and of those after it;
+pi: the weights that drew the token, with a cache of their own; mu: what vLLM returned. largest: the largest later one. newest:
+the mean over all tokens with the newest weights as pi, which is what an update without a correction would meet.
 """
 
 import argparse
@@ -88,16 +88,16 @@ def measure(engine: Any, models: list, samples: int, tokens: int, mode: str) -> 
     prompts, found, loads = (PROMPTS * samples)[:samples], [], []
     sampling = Sampling(tokens, vllm={"ignore_eos": True})
     thread = threading.Thread(target=lambda: found.extend(engine.sample(prompts, sampling, range(samples))))
-    begun = time.perf_counter()
+    begun = time.process_time()
     thread.start()
     for version in range(1, len(models)) if MODES[mode] is not None else ():
         arrives.wait()
         arrives.clear()
-        at = time.perf_counter()
+        at = time.thread_time()
         engine.load_weights(models[version], version)
-        loads.append(time.perf_counter() - at)
+        loads.append(time.thread_time() - at)
     thread.join()
-    seconds = time.perf_counter() - begun
+    seconds = time.process_time() - begun
     engine._llm.llm_engine.step, core.scheduler.schedule = step, schedule
     gaps: dict[str, list[float]] = {"first": [], "later": [], "newest": []}
     for prompt, done in zip(prompts, found, strict=True):
