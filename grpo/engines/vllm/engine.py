@@ -148,7 +148,7 @@ class VLLMEngine:
         return self.apart and not self.sleeps
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copy all weights of `model`, whose parameters stay unchanged to the bit. Unfinished completions go on with them."""
+        """Copy all weights of `model`, whose parameters stay unchanged to the bit. Unfinished completions continue with them."""
         if version == self.version:
             return
         if self._llm is None:
