@@ -1,101 +1,24 @@
 """The client and the launcher of vLLM servers, without vLLM: errors about unsuitable servers, played by a server written here."""
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 
 import psutil
 import pytest
 from conftest import ROOT
+from helpers.foreign_server import Foreign, generated
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server import launch
 from grpo.engines.vllm_server.engine import VLLMServerEngine
 from grpo.system import child
 from grpo.system.errors import UserError
-
-ROUTES = (
-    "/pause",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/resume",
-)  # routes whose answers do not matter here
-MODELS = {"data": [{"id": "x", "max_model_len": 100}]}
-
-
-def generated(logprobs, version="default", finish="length"):
-    """Return an answer of /inference/v1/generate. logprobs: log-probabilities of the first token's alternatives."""
-    top = [{"token_id": i, "logprob": logprob} for i, logprob in enumerate(logprobs)]
-    content = [{**top[0], "top_logprobs": top}]
-    spans = [{"version": version, "start": 0, "end": 1}]
-    choice = {"token_ids": [0], "finish_reason": finish, "logprobs": {"content": content}, "weight_versions": spans}
-    return {"choices": [choice]}
-
-
-class Foreign:
-    """A server with given answers. routes: for each route (status, JSON), or a function from the request to that."""
-
-    def __init__(self, **routes) -> None:
-        self.label = "default"
-        self.routes = {
-            "/health": (200, None),
-            "/v1/models": (200, MODELS),
-            "/weight_info": lambda _: (200, {"weight_version": self.label}),
-            "/reset_prefix_cache": (200, {"success": True}),
-            "/update_weight_version": self.take,
-            "/inference/v1/generate": lambda body: (
-                self.generate(body) if body else (400, {"error": {"message": "empty"}})
-            ),
-            **{route: (200, {}) for route in ROUTES},
-            **routes,
-        }
-
-    def take(self, body):
-        self.label = body["new_version"]
-        return 200, {}
-
-    def generate(self, body):
-        width = body["sampling_params"]["temperature"]  # doubling the temperature halves the distance
-        return 200, generated([-1.0, -1.0 - 1 / width], self.label)
-
-    def __enter__(self):
-        foreign = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                given = foreign.routes.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
-                status, words = given(json.loads(body) if body else None) if callable(given) else given
-                if status is None:
-                    return  # hang up
-                words = b"" if words is None else json.dumps(words).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(words)))
-                self.end_headers()
-                self.wfile.write(words)
-
-            do_GET = do_POST = answer
-
-            def log_message(self, *_) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 def refused(toy, urls, match: str, **more) -> None:

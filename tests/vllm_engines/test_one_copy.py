@@ -1,12 +1,15 @@
 """Real vLLM on the trainer's own weights: after every step it samples from them, also with an adapter."""
 
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import pytest
 import torch
 import transformers
-from helpers.models import BOUND, CONTEXT, FAMILIES, disturb, gap, gap_now, model_folder, steps
+from helpers.in_flight import at
+from helpers.models import BOUND, CONTEXT, FAMILIES, PROMPTS, disturb, gap, gap_now, model_folder, steps
 from helpers.multimodal import made
 from helpers.runs import learned, rows
 from safetensors.torch import load_file
@@ -311,6 +314,35 @@ def lora(alive, tmp_path_factory):
         return engine, folder
 
     return make
+
+
+def test_threads_share_an_adapter_that_is_not_replaced_under_them(lora, monkeypatch):
+    engine, folder = lora("llama_tied")
+    model = adapted(policy(folder))
+    engine.load_weights(model, 3)
+    assert engine.concurrent and not engine.in_flight
+    call = PROMPTS, Sampling(20, vllm={"ignore_eos": True}), range(3)
+    alone = engine.sample(*call)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: engine.sample(*call), range(2))) == [alone] * 2
+    assert {v for done in alone for v in done.versions} == {3} and gap(model, PROMPTS, alone) < 1e-5
+
+    line = "VLLMSharedEngine takes no new weights while it samples"
+    told = threading.Event()
+
+    def load() -> None:
+        with pytest.raises(RuntimeError, match=line):
+            engine.load_weights(model, 4)
+        told.set()
+
+    disturb(model, seed=4)  # the adapter alone, of which the engine has a copy
+    at(engine, monkeypatch, {9: load})
+    with pytest.raises(RuntimeError, match=line):
+        engine.sample(*call)
+    assert told.wait(10)
+    engine.load_weights(model, 4)
+    after = engine.sample(*call)
+    assert {v for done in after for v in done.versions} == {4} and gap(model, PROMPTS, after) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
 
     disturb(model, seed=2)  # the cache matters here: without a reset the numbers are wrong
     with monkeypatch.context() as patch:
-        patch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+        patch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
         engine.load_weights(model, next(new_version))
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) > 1e-3
 

@@ -26,6 +26,7 @@ from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import Room
 from grpo.engines.vllm.errors import short_errors
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, check_draft, params_of, params_of_each
+from grpo.engines.vllm.turns import Turns
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.language import is_multimodal
@@ -50,10 +51,12 @@ class VLLMEngine:
     1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes what the run leaves (`fit`), without a trainer 40 %.
     devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at once.
     most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then makes room; None for the
-    model's whole context.
+    model's whole context. recompute: whether unfinished completions are read again with new weights that arrive; otherwise they
+    keep the KV cache of the weights before, and only completions that begin later are computed with the new ones alone.
     """
 
     apart = True
+    concurrent = True
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class VLLMEngine:
         devices: Count = 1,
         nodes: Count = 1,
         most_tokens: Bound | None = None,
+        recompute: bool = True,
     ) -> None:
         import_vllm()
         from vllm import LLM
@@ -76,6 +80,7 @@ class VLLMEngine:
         path = base_path(path)
         self.version: int | None = None
         self.sleeps, self._asleep = bool(sleeps), False
+        self.recompute = recompute
         self._lora_request: Any = None
         self.unwanted: set[int] = set()
         defaults: dict[str, Any] = {
@@ -97,6 +102,7 @@ class VLLMEngine:
         self._bound = bounded(args, most_tokens)
         self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | args, **ARGS)
         self._llm: Any = None
+        self._turns: Any = None
         self.context: int | None = None
         self._path = path
         # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
@@ -131,21 +137,33 @@ class VLLMEngine:
         gc.collect()  # delete an engine of an earlier run now, with torch's process group, not while this one is built
         with isolate_rng(), short_errors(building=True):  # the constructor reseeds every global generator
             self._llm = self._new(**launched)
+        self._turns = Turns(self._llm)
         config = self._llm.llm_engine.model_config
         self.context, self.dtype = config.max_model_len, config.dtype
         self._eos = eos_token_ids(self._path, getattr(config.hf_text_config, "eos_token_id", None))
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether it takes new weights while it samples, see `Engine`: not if their memory is the policy's, or is freed."""
+        return self.apart and not self.sleeps
+
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copy all weights of `model`, whose parameters stay unchanged to the bit."""
+        """Copy all weights of `model`, whose parameters stay unchanged to the bit. Unfinished completions continue with them."""
         if version == self.version:
             return
         if self._llm is None:
             self._open()
-        self._wake()
-        self._take(model)
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not clear its prefix cache: a request is still running")
-        self.version = version
+        with self._turns.between_steps():
+            if self._turns.busy and not self.in_flight:
+                raise RuntimeError(f"{type(self).__name__} takes no new weights while it samples")
+            self._wake()
+            self._take(model)
+            self._llm.update_weight_version(str(version))
+            # with recompute=false running requests hold blocks, which vLLM does not clear: no later request has their salt
+            cleared = self._llm.reset_prefix_cache(reset_running_requests=self.recompute)
+            if not cleared and not self._turns.busy:
+                raise RuntimeError("vLLM did not clear its prefix cache")
+            self.version = version
 
     def _take(self, model: nn.Module) -> None:
         self._copy(as_in_files(model))
@@ -178,29 +196,22 @@ class VLLMEngine:
         plain = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         each = params_of_each(plain, len(prompts), temperatures)
         params = [self._params(own, seed) for own, seed in zip(each, seeds, strict=True)]
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         completions: list[Completion | None] = [None] * len(prompts)
-        # vLLM's CPU sampler draws from torch's global generator even for seeded requests
-        with isolate_rng(), short_errors():
-            names = self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
-            places = {name.partition("-")[0]: i for i, name in enumerate(names)}  # without the suffix that vLLM adds
-            dropped: set[int] = set()
-            try:
-                while self._llm.llm_engine.has_unfinished_requests():
-                    if gone := self.unwanted - dropped:
-                        self._llm.llm_engine.abort_request([names[i] for i in gone], internal=True)
-                        dropped |= gone
-                    for request in self._llm.llm_engine.step():
-                        if request.finished:
-                            i, out = places[request.request_id], request.outputs[0]
-                            ids, logprobs = tuple(out.token_ids), tuple(out.logprobs.logprobs)
-                            completions[i] = Completion(ids, logprobs, out.finish_reason)
-                            if done is not None:
-                                done(i, completions[i])
-            except BaseException:  # the next call must start without leftover requests
-                self._llm.llm_engine.abort_request(names, internal=True)
-                raise
+
+        def hand_over(i: int, request: Any) -> None:
+            out = request.outputs[0]
+            ids, logprobs = tuple(out.token_ids), tuple(out.logprobs.logprobs)
+            completions[i] = Completion(ids, logprobs, out.finish_reason, versions_of(out.weight_versions))
+            if done is not None:
+                done(i, completions[i])
+
+        self._turns.run(partial(self._enqueue, prompts, params), self.unwanted, hand_over)
         return completions
+
+    def _enqueue(self, prompts: Prompts, params: Any) -> list[str]:
+        salt = {} if self.recompute else {"cache_salt": f"version {self.version}"}
+        inputs = [{"prompt_token_ids": list(prompt), **salt} for prompt in prompts]
+        return self._llm.enqueue(inputs, params, lora_request=self._lora_request, use_tqdm=False)
 
     def _params(self, plain: Mapping[str, Any], seed: int) -> Any:
         from vllm import SamplingParams
@@ -220,16 +231,16 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
-        inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
-        with isolate_rng(), short_errors():
-            outputs = self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
-        places = [[place or {} for place in out.prompt_logprobs] for out in outputs]  # of each token: by id
+        outputs: dict[int, Any] = {}
+        self._turns.run(partial(self._enqueue, sequences, params), set(), outputs.__setitem__)
+        places = [[place or {} for place in out.prompt_logprobs] for _, out in sorted(outputs.items())]  # by id
         return [[{i: p.logprob for i, p in place.items()} for place in sequence] for sequence in places]
 
     def sleep(self) -> None:
         """Free GPU memory until the next load, if `sleeps` is set."""
         if self.sleeps and not self._asleep:
-            self._release()
+            with self._turns.between_steps():
+                self._release()
             self._asleep, self.version = True, None  # None: the next load copies weights whatever their version
 
     def _release(self) -> None:
@@ -244,7 +255,7 @@ class VLLMEngine:
         """Delete the engine, at the end of a run, since that destroys torch's default process group. Several ranks still need
         their group, so that they keep the engine until they end."""
         if distributed.world_size() == 1:
-            self._llm = None
+            self._llm = self._turns = None
 
 
 def import_vllm() -> None:
@@ -264,6 +275,13 @@ def sleeping(sleeps: bool) -> dict[str, bool]:
     """Return vLLM's arguments for an engine that sleeps, or not. With async scheduling a step launched ahead would still run when
     it goes to sleep."""
     return {"enable_sleep_mode": True, "async_scheduling": False} if sleeps else {"enable_sleep_mode": False}
+
+
+def versions_of(spans: Sequence[Any] | None) -> tuple[int, ...] | None:
+    """Return the version of the weights that drew each token, from vLLM's spans; None before the first load."""
+    if not spans or spans[0].version == "default":
+        return None
+    return tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
 
 
 def has_tokenizer(path: str) -> bool:

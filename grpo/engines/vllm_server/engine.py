@@ -9,6 +9,7 @@ import atexit
 import os
 import secrets
 import shutil
+import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,13 +47,15 @@ class VLLMServerEngine:
 
     path: the model that is served. urls: addresses of servers that already run. sync: how weights reach them, see `Sync`.
     folder: folder for weights, which every server sees under the same path; its files are removed at the end.
-    concurrency: requests to one server at a time. timeout: seconds for a completion, or for a piece of weights.
-    wait: seconds without a working server after which the run ends.
+    concurrency: requests to one server at a time, of all threads that sample together. timeout: seconds for a completion, or for
+    a piece of weights. wait: seconds without a working server after which the run ends. recompute: see `VLLMEngine`; with
+    sync=lora a completion keeps its adapter, and nothing is computed again.
     launch: start `count` servers here; port, devices, args: see `launch.Servers`; logs: the folder of their logs; most_tokens:
     see `VLLMEngine`.
     """
 
     apart = True
+    concurrent = True
 
     @enforced("engine")
     def __init__(
@@ -71,6 +74,7 @@ class VLLMServerEngine:
         args: Mapping[str, Any] | None = None,
         logs: str = ".",
         most_tokens: Bound | None = None,
+        recompute: bool = True,
     ) -> None:
         if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
@@ -95,6 +99,8 @@ class VLLMServerEngine:
         urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
         how = f"is it vLLM, started as {by_hand(path, sync)}? Or set engine.launch=true"
         servers = [RemoteServer(url, timeout, "see its log" if launch else how) for url in dict.fromkeys(urls)]
+        for server in servers:
+            server.slots, server.recompute = threading.Semaphore(concurrency), recompute
         way = Nccl(servers) if sync == "nccl" else {"disk": Disk, "lora": Lora}[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
@@ -187,20 +193,26 @@ class VLLMServerEngine:
                 while not server.ready:
                     await asyncio.sleep(0.1)
                 await waiting.get()
-                i = routes.take(server)
-                label = self._fleet.label
-                if server.ready:  # checked after the label: a change of label first sets ready to False
-                    try:
+                if not server.slots.acquire(blocking=False):  # other threads have them all
+                    waiting.put_nowait(None)  # for whichever server has one first
+                    waiting.task_done()
+                    await asyncio.sleep(0.1)
+                    continue
+                i, label = routes.take(server), self._fleet.label
+                try:
+                    if server.ready:  # checked after the label: a change of label first sets ready to False
                         completions[i] = await self._complete(server, label, requests[i])
                         server.starts = 0
                         routes.done(i, completions[i].ids, server)
                         if done is not None:
                             done(i, completions[i])
-                    except Lost as lost:
-                        server.out(lost)
-                        failures[i] += 1
-                        if failures[i] == ATTEMPTS:
-                            raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
+                except Lost as lost:
+                    server.out(lost)
+                    failures[i] += 1
+                    if failures[i] == ATTEMPTS:
+                        raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
+                finally:
+                    server.slots.release()
                 if completions[i] is None:
                     routes.put(i)
                     waiting.put_nowait(None)
@@ -217,8 +229,9 @@ class VLLMServerEngine:
     async def _complete(self, server: RemoteServer, label: str, request: dict[str, Any]) -> Completion:
         """Ask the server for one completion. label: the newest weights; the server reports the weights that drew each token."""
         adapter = label if self.sync == "lora" else None
+        salt = {} if server.recompute else {"cache_salt": label}
         try:
-            answer = await server.ask(GENERATE, {"model": adapter, **request})
+            answer = await server.ask(GENERATE, {"model": adapter, **salt, **request})
         except Refused as refused:
             if refused.status in (400, 422):
                 raise UserError(f"the vLLM server at {server.url} refuses a request: {refused}") from refused

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
 from grpo.engines.vllm_server.launch import START
 from grpo.engines.vllm_server.sync import Behind, Lora, Named, Way
 from grpo.system import distributed
@@ -77,7 +77,7 @@ class Fleet:
         if no server was ready for `wait` seconds, while none was loading its model."""
         since = time.monotonic()
         while True:
-            # otherwise another thread is sending them weights, and waits until a server is ready
+            # otherwise another thread updates them, or waits until one is ready, and judges how long that takes
             if ours := self.lock.acquire(blocking=False):
                 try:
                     await asyncio.gather(*(self._admit(server) for server in self.servers if not server.ready))
@@ -87,8 +87,10 @@ class Fleet:
             if ready and until_one:
                 return
             loads = any(time.monotonic() < server.loads_until for server in self.servers)
-            if ready or loads or not ours:
+            if ready or loads:
                 since = time.monotonic()
+            elif not ours:
+                pass
             elif until_one and (behind := [s.fault for s in self.servers if isinstance(s.fault, Behind)]):
                 raise behind[0]
             elif until_one and (wrong := [s.fault for s in self.servers if isinstance(s.fault, UserError)]):
@@ -103,11 +105,11 @@ class Fleet:
             if line := server.ended():
                 server.start_again(line, START)
                 raise Lost(line)
-            await server.ask(HEALTH, post=False)
+            await server.look(HEALTH)
             server.loads_until = 0.0
             await self._bring_up_to_date(server)
             if server.fault or not server.exact:
-                await server.ask("/resume")  # it may still be paused by an interrupted update
+                await server.ask("/resume", limit=LOOK)  # it may still be paused by an interrupted update
                 await self._look(server)
                 await check_exact(server, self.last_id)
                 server.exact = True
@@ -130,7 +132,7 @@ class Fleet:
         try:
             await self.way.give(server, label)
         except Refused as refused:
-            await server.ask(HEALTH, post=False)  # a dead engine refuses too, and then this raises Lost
+            await server.look(HEALTH)  # a dead engine refuses too, and then this raises Lost
             line = f"the vLLM server at {server.url} refuses the weights ({refused}): is it the model of model.path"
             needs = "does it see engine.folder, is engine.args.max_lora_rank enough for an adapter"
             raise UserError(f"{line}, {needs}, {server.advice}") from refused

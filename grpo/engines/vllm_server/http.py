@@ -5,9 +5,10 @@ import functools
 import logging
 import re
 import ssl
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -20,6 +21,7 @@ GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 MODELS, HEALTH = "/v1/models", "/health"
 CONNECT = 5.0  # seconds to open a connection
+LOOK = 30.0  # seconds for an answer about the server itself, which takes it a step of vLLM at most
 STARTS = 3  # of a server that ends without a completion
 
 
@@ -49,7 +51,8 @@ class RemoteServer:
     `ended` returns one line if it has ended, else None, `start` starts it again, `starts` counts this since its latest
     completion, `loads_until` is when it must answer.
     ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
-    exact: see `fleet.check_exact`; False until it was checked.
+    exact: see `fleet.check_exact`; False until it was checked. slots: for requests at a time, of all threads. recompute: see
+    `VLLMServerEngine`.
     """
 
     url: str
@@ -63,14 +66,17 @@ class RemoteServer:
     fault: Exception | None = None
     context: int | None = None
     exact: bool = False
+    slots: threading.Semaphore = field(default_factory=threading.Semaphore)
+    recompute: bool = True
 
-    async def ask(self, route: str, body: dict | None = None, post: bool = True) -> Any:
-        """Return the JSON of a route's answer; None if the answer is not JSON. Raises Lost, Refused, or UserError if the server
-        has no such route.
+    async def ask(self, route: str, body: dict | None = None, post: bool = True, limit: float | None = None) -> Any:
+        """Return the JSON of a route's answer; None if the answer is not JSON. limit: seconds, if less than `timeout`. Raises
+        Lost, Refused, or UserError if the server has no such route.
 
         Every request opens its own connection: vLLM drops connections, for example after an error.
         """
-        timeout = httpx2.Timeout(self.timeout, connect=CONNECT)
+        most = min(self.timeout, limit or self.timeout)
+        timeout = httpx2.Timeout(most, connect=min(most, CONNECT))
         try:
             async with httpx2.AsyncClient(timeout=timeout, trust_env=False, verify=certificates()) as http:
                 response = await http.request("POST" if post else "GET", self.url + route, json=body)
@@ -91,6 +97,10 @@ class RemoteServer:
             words = inner[1] or "an assertion failed, see the server's log"
         raise Refused(response.status_code, one_line(words, 500))
 
+    async def look(self, route: str) -> Any:
+        """Return the answer of a route that says how the server is; one that hangs does not hold up the others for long."""
+        return await self.ask(route, post=False, limit=LOOK)
+
     def start_again(self, reason: str, limit: float) -> None:
         """Start the server again, at most STARTS times without a completion. reason: why it ended; limit: seconds to load."""
         self.loads_until = 0.0
@@ -106,7 +116,7 @@ class RemoteServer:
         while True:
             try:
                 async with asyncio.timeout(max(limit + started - time.monotonic(), CONNECT)):
-                    return await self.ask(HEALTH, post=False)
+                    return await self.look(HEALTH)
             except (Lost, Refused, TimeoutError) as error:
                 if line := self.ended():
                     raise UserError(line) from error
@@ -116,9 +126,9 @@ class RemoteServer:
 
     async def labels(self) -> list[str]:
         """Return the label of the weights that it holds, then the names of its models and adapters. Sets `context`."""
-        models = (await self.ask(MODELS, post=False))["data"]
+        models = (await self.look(MODELS))["data"]
         self.context = models[0]["max_model_len"]
-        weights = await self.ask("/weight_info", post=False)
+        weights = await self.look("/weight_info")
         return [weights["weight_version"], *(model["id"] for model in models)]
 
     def out(self, fault: Exception) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.http import HEALTH, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
 from grpo.engines.weights import buckets, checksum
 from grpo.models.quantized import refuse_quantized
 from grpo.system import distributed
@@ -174,7 +174,7 @@ class Nccl:
     async def _present(self, server: RemoteServer) -> bool:
         """Return whether a server answers. One that has forgotten the last weights has been restarted and left the group."""
         try:
-            await server.ask(HEALTH, post=False)
+            await server.look(HEALTH)
             if (await server.labels())[0] != self.label:
                 self.members = []
         except (Lost, Refused):
@@ -241,13 +241,15 @@ async def begin_update(server: RemoteServer) -> None:
 
 @asynccontextmanager
 async def paused(server: RemoteServer, label: str) -> AsyncIterator[None]:
-    """Pause unfinished completions; afterwards they continue with the new weights, without cached results of older ones."""
-    await server.ask("/pause?mode=keep")
+    """Pause unfinished completions; afterwards they continue with the new weights. With `recompute` nothing cached with older
+    ones is left; otherwise they keep their cache, which vLLM then does not clear, and later requests have another salt."""
+    await server.ask("/pause?mode=keep&clear_cache=false")
     try:  # tokens drawn after a failure belong to no run: none has this label
         await server.ask("/update_weight_version", {"new_version": "unfinished-0"})
         yield
-        if not (await server.ask("/reset_prefix_cache"))["success"]:
+        route = f"/reset_prefix_cache?reset_running_requests={str(server.recompute).lower()}"
+        if not (await server.ask(route))["success"] and server.recompute:
             raise Lost(f"{server.url} did not clear its prefix cache")
         await server.ask("/update_weight_version", {"new_version": label})
     finally:
-        await server.ask("/resume")
+        await server.ask("/resume", limit=LOOK)
