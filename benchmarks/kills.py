@@ -3,12 +3,15 @@
     python benchmarks/kills.py [CASE ...] [--kills 8] [--seed 0]     # about twelve minutes
 
 Each case is killed with SIGKILL, and every fourth time asked to stop with SIGTERM, until it has had so many. Compared are
-weights, optimizer, metrics without times, and all tables, bit by bit. `disk` writes to a small file system that another program
-fills (this needs root), `truncated` cuts the newest checkpoint after each kill. The cases of vLLM need it.
+weights, optimizer, metrics without times, and all tables, bit by bit. Where groups are learned from as they are finished
+(rollout.order=ready), no two runs are equal: there every sample of the plan must have been learned from once. `disk` writes to a
+small file system that another program fills (this needs root), `truncated` cuts the newest checkpoint after each kill. The cases
+of vLLM need it.
 """
 
 import argparse
 import contextlib
+import copy
 import os
 import random
 import runpy
@@ -27,8 +30,11 @@ from same import difference, left
 
 import grpo.training.module
 import grpo.training.trainer
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.runs.runs import Run
 from grpo.training.checkpoints import by_rollouts
 
+PROMPTS = 48  # of the plan: 12 rollouts of 4
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = (
     "rollout.prompts=4 rollout.group_size=4 max_tokens=24 rollout.num_rollouts=12 eval.every=2 eval.limit=16 trainer=cpu "
@@ -42,6 +48,9 @@ CASES = {
     "lora": "adapter=lora",
     "lora, 4 updates": f"adapter=lora {MANY} algo.kl.coef=0.05",
     "bfloat16": "model.dtype=bfloat16 callbacks.checkpoint.every=3",
+    "three ahead": "engine=transformers engine._target_=kills.Copied algo.old_policy=rollout rollout.ahead=3",
+    "groups of three ahead": "engine._target_=paced.Paced +engine.step=0.005 algo.old_policy=rollout rollout.ahead=3 "
+    "rollout.order=ready",
     "truncated": "",
     "disk": "",
     "two devices": "trainer.devices=2",
@@ -51,6 +60,15 @@ CASES = {
 }
 ALONE = ("two", "vllm")  # cases whose processes cannot be forked
 PLACES = ("flushing", "renaming", "linking", "writing", "an update", "an evaluation", "a loss")  # chosen moments
+
+
+class Copied(TransformersEngine):
+    """The built-in engine with its own copy of the weights. The last bits of its numbers depend on nothing but the rollout."""
+
+    apart = True
+
+    def load_weights(self, model, version: int) -> None:
+        super().load_weights(copy.deepcopy(model), version)
 
 
 def started(arguments: list[str], log: Path, moment: tuple[str, int] | None = None) -> int:
@@ -181,6 +199,16 @@ def filled(folder: Path, chance: random.Random, seconds: float, times: int) -> d
     return {"full": times}
 
 
+def missed(folder: Path) -> str | None:
+    """Return the prompts of a run that were not learned from exactly once; None if there are none."""
+    samples = Run(folder).samples()
+    counts = samples.groupby("example").size()
+    wrong = counts[counts != samples["sample"].nunique()]
+    return (
+        None if wrong.empty and len(counts) == PROMPTS else f"{len(counts)} of {PROMPTS} prompts, {len(wrong)} not once"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
@@ -201,7 +229,7 @@ def main() -> int:
             seconds = time.monotonic() - begun
             full = case == "disk"
             counts = filled(other, chance, seconds, 4) if full else killed(case, other, given.kills, chance, seconds)
-            found = difference(left(other), left(whole))
+            found = missed(other) if "order=ready" in CASES[case] else difference(left(other), left(whole))
             wrong += bool(found)
             total = {name: total.get(name, 0) + counts.get(name, 0) for name in total | counts}
             shown = ", ".join(f"{count} {name}" for name, count in counts.items())

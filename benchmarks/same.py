@@ -29,7 +29,7 @@ from grpo.training.checkpoints import PlainCheckpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))
-LEFT_OUT = ("time/", "tokens/s", "memory/")
+LEFT_OUT = ("time/", "tokens/s", "memory/", "rollout/flying", "rollout/buffered")  # they depend on the machine
 ALL = "trainer=cpu engine=transformers callbacks.samples.token_logprobs=true"
 SMALL = "eval.limit=20"
 CASES = {  # the command lines of one run; the second resumes it

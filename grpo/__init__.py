@@ -51,7 +51,7 @@ The core makes the algorithm. The core, in the order in which to read it:
 
 Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and selection.py (which samples count),
 objectives/surrogates.py, baselines.py, turns.py, choices.py and importance.py (more losses and advantages, which tokens count,
-corrections), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead.py (a rollout beside the update),
+corrections), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead/ (rollouts beside the update),
 system/metrics.py (every number that is logged), training/critic.py (PPO's values), training/callbacks/checkpoint.py (when a
 checkpoint is written, and the best policy), training/sharding.py (several devices, each with a part of the policy).
 

@@ -23,6 +23,7 @@ from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
+from grpo.objectives.staleness import ages, policy_between
 from grpo.objectives.teaching import BySource, Imitation, Teaching
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
@@ -37,7 +38,8 @@ class Algorithm:
 
     level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
     old_policy: the denominator of the ratio. `trainer`: the policy before the update, with the trainer's log-probabilities;
-    `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass).
+    `rollout`: the policy that sampled, with the engine's, without an extra pass or a correction (bypass); `between`: a guess at
+    the policy one version ago, without an extra pass (staleness.py).
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the last share of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: truncated answers
@@ -53,7 +55,7 @@ class Algorithm:
     kl: KL = field(default_factory=KL)
     choice: Callable[..., Tensor] | None = None
     correction: Callable[..., Tensor] | None = None
-    old_policy: Literal["trainer", "rollout"] = "trainer"
+    old_policy: Literal["trainer", "rollout", "between"] = "trainer"
     whiten: bool = False
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     top_entropy: SomeShare = 1.0
@@ -177,6 +179,8 @@ class Algorithm:
         c = k = f = 1.0
         u = v = CE = D = 0.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
+        if self.old_policy == "between":
+            batch = replace(batch, old_logprobs=policy_between(logprobs, batch))
         l, logged, rho = self.policy_term(logprobs, batch)  # noqa: E741 - the equation's letter
         logged = {**logged, "policy": l, "approx_kl": k3(self.old_logprobs(batch), logprobs), "entropy": entropy}
         if batch.counted is not None and "counted" not in parameters(self.surrogate):
@@ -186,7 +190,7 @@ class Algorithm:
             logged["off_policy_dropped"] = ~k
         if self.correction is not None:
             offered = {name: getattr(batch, name) for name in ("mask", "old_logprobs", "rollout_logprobs")}
-            offered["log_w"] = (batch.old_logprobs - batch.rollout_logprobs) * batch.mask
+            offered |= {"log_w": (batch.old_logprobs - batch.rollout_logprobs) * batch.mask, "staleness": ages(batch)}
             f = logged["correction"] = call("correction", self.correction, offered)
         if self.kl.in_loss:
             target = batch.reference_logprobs if self.kl.target == "reference" else batch.rollout_logprobs

@@ -18,7 +18,7 @@ OFFERED = {  # values for the function of each axis; of level and reduce only fo
     "advantage": ("rewards", "lengths", "parts", "steps", "progress", "examples", "observations", *OF_TOKENS),
     "surrogate": ("ratio", "log_ratio", "old_logprobs", *WITHOUT_RATIO),
     "choice": ("logprobs", "entropy", "advantages", "rng"),
-    "correction": ("log_w", "mask", "old_logprobs", "rollout_logprobs"),
+    "correction": ("log_w", "mask", "old_logprobs", "rollout_logprobs", "staleness"),
     "level": ("log_ratio", "mask"),
     "reduce": ("mask", "sample", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
 }

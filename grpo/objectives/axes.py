@@ -47,6 +47,8 @@ def check_combinations(a: Any) -> None:
     if a.old_policy == "rollout" and a.correction is not None:
         line = "algo.old_policy=rollout puts the engine's mismatch into the ratio, and algo.correction would count it twice"
         raise UserError(f"{line}: set algo/correction=none or algo.old_policy=trainer")
+    if a.old_policy == "between":
+        check_between(a)
     if a.correction is not None and getattr(a.surrogate, "func", a.surrogate) is vespo:
         line = "algo/surrogate=vespo compares with the policy that sampled, and algo.correction would count that twice"
         raise UserError(f"{line}: set algo/correction=none")
@@ -64,6 +66,25 @@ def check_combinations(a: Any) -> None:
                 raise UserError(
                     f"algo.{name} changes the reward, but {named('advantage', a.advantage)} does not use it"
                 )
+
+
+def check_between(a: Any) -> None:
+    """Refuse old_policy=between where only a part of pi / mu would count, or where the old policy is needed before the loss."""
+    if a.correction is None:
+        line = "the ratio is then a root of policy / rollout policy, and a correction has the rest"
+        raise UserError(f"algo.old_policy=between: {line}: set algo/correction=tis, or algo.old_policy=rollout")
+    if not {"ratio", "log_ratio"} & parameters(a.surrogate).keys():
+        line = f"{named('surrogate', a.surrogate)} has no ratio, and algo.correction alone is a part of its weight"
+        raise UserError(f"algo.old_policy=between: {line}: set algo.old_policy=trainer")
+    taught = a.teacher.coef and (a.teacher.cap or not a.teacher.of_distributions)
+    needs = {
+        "algo.kl.place=" + a.kl.place: a.kl.in_reward,
+        "the advantage": a.freezes_first,
+        "the teacher's part": taught,
+    }
+    for name in [name for name, is_on in needs.items() if is_on]:
+        line = f"{name} needs the old policy, which is not known before the update"
+        raise UserError(f"algo.old_policy=between: {line}: set algo.old_policy=trainer")
 
 
 def clip_bounds(a: Any) -> tuple[float | None, float | None, float | None]:

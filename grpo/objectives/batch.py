@@ -68,6 +68,7 @@ class TokenBatch:
     given: Tensor | None = None  # [B, C] float32, advantages that came with the samples; NaN where there are none
     temperature: Tensor | None = None  # [B, C] float32, at which a token was sampled; 0 or None: the run's
     fresh: Tensor | None = None  # [B] bool, False in rows of earlier rollouts
+    staleness: Tensor | None = None  # [B, C] float32, versions between the weights that sampled a token and the policy
     group: Tensor | None = None  # [B] int64, the row's prompt, 0 to N - 1
     advantages: Tensor | None = None  # [B, C] float32, 0 outside the mask
     old_logprobs: Tensor | None = None  # [B, C] the trainer's, before the first update on this batch

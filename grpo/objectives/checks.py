@@ -69,6 +69,7 @@ def check_functions(a: Algorithm, prompts: int, group_size: int) -> None:
     if a.correction is not None:
         old = batch.old_logprobs
         offered = {"log_w": torch.zeros(2, 3), "mask": batch.mask, "old_logprobs": old, "rollout_logprobs": old}
+        offered["staleness"] = torch.ones(2, 3)
         tried(named("correction", a.correction), partial(call, "correction", a.correction, offered), (2, 3))
     if a.choice is not None:
         count, rng = prompts * group_size, torch.Generator().manual_seed(0)
@@ -117,9 +118,15 @@ def check_divergence(teaching: Teaching) -> None:
 
 def check_age(a: Algorithm, cause: str) -> None:
     """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
-    if a.teacher.coef and not a.teacher.of_distributions and a.old_policy != "rollout":
-        line = f"{cause}: the divergence takes the samples as the policy's own, and algo.correction does not weigh it"
-        raise UserError(f"{line}: set algo.old_policy=rollout, or a divergence of distributions")
+    divergence = parameters(a.teacher.divergence).keys()
+    if a.teacher.coef and (not a.teacher.of_distributions or "logprobs" in divergence):
+        weighed = bool(a.teacher.cap or a.teacher.of_rollouts or "ratio" in divergence)
+        if not weighed or a.old_policy != "rollout":
+            line = (
+                f"{cause}: the divergence takes the samples as the policy's own, and algo.correction does not weigh it"
+            )
+            ratio = "algo.old_policy=rollout" + ("" if weighed else " algo.teacher.cap=2")
+            raise UserError(f"{line}: set {ratio}, or a divergence of distributions")
     if not a.policy_coef:
         return
     takes = parameters(a.surrogate).keys()

@@ -66,7 +66,7 @@ class PreflightCallback(L.Callback):
         facts: dict[str, Any] = {}
         if self.verdicts or self.plan:
             facts["preflight"] = {name: asdict(verdict) for name, verdict in self.verdicts.items()}
-            facts["rounding"] = self.rollout.rounding
+            facts |= {"rounding": self.rollout.rounding, "bound": getattr(self.rollout.plan, "bound", 1)}
         if self.plan:
             facts["plan"] = asdict(self.plan)
         return facts

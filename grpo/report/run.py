@@ -32,7 +32,8 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     intervals = accuracy_intervals(run)
     held_out = intervals.get("eval/accuracy", {})
     settings = run.config.get("rollout") or {}
-    ahead = settings.get("ahead", 0)
+    ahead, order = settings.get("ahead", 0), settings.get("order", "exact")
+    findings = warnings_of(logged, held_out, run.manifest.get("rounding"), run.manifest.get("bound", 1))
     return {
         "kind": "run",
         "name": run_title(run),
@@ -43,8 +44,8 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
         "changed": changed_problems(run),
-        "warnings": [vars(warning) for warning in warnings_of(logged, held_out, run.manifest.get("rounding"))],
-        "waits": about_waits([*logged.values()], ahead, order=settings.get("order", "exact")) if ahead else [],
+        "warnings": [vars(finding) for finding in findings],
+        "waits": about_waits([*logged.values()], ahead, order=order) if ahead else [],
         "not_written": run.manifest.get("not_written", {}),
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),

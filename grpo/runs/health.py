@@ -31,6 +31,7 @@ class Watch:
     """Follows the metrics of a run and reports each metric once when it leaves its range. Mutable: it counts.
 
     rounding: the difference of log-probabilities that rounding explains, in nats, as the preflight measured it. None: unknown.
+    bound: the largest staleness that the plan allows, in versions; at least 1.
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
     of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window; for
     eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value. floor: the low bounds
@@ -38,6 +39,7 @@ class Watch:
     """
 
     rounding: float | None = None
+    bound: int = 1
     silent: set[str] = field(default_factory=set)
     unwell: Counter[str] = field(default_factory=Counter)
     recent: dict[str, list[float]] = field(default_factory=dict)
@@ -78,9 +80,11 @@ class Watch:
             return replace(metric, low=-math.inf)  # the policy learns from more than rewards
         if metric.per:
             return replace(metric, low=metric.low * metrics.get(metric.per, math.inf))
-        older = metrics.get("rollout/staleness", 0) > 0
-        if older and metric.stale:
-            return replace(metric, high=metric.stale)
+        if metric.name == "rollout/staleness":
+            return replace(metric, high=max(metric.high, self.bound))
+        older = metrics.get("rollout/staleness", 0)
+        if older > 0 and metric.stale:  # which grows with the number of versions
+            return replace(metric, high=metric.stale * max(1, older), stop=metric.stop * max(1, older))
         if metric.name == "rollout/logprob_gap" and self.rounding:
             high, stop = min(metric.high, 10 * self.rounding), min(metric.stop, 1000 * self.rounding)
             return replace(metric, high=high, stop=stop)
@@ -109,11 +113,11 @@ class Watch:
 
 
 def warnings_of(
-    metrics: Mapping[int, Metrics], intervals: Mapping[int, Interval], rounding: float | None
+    metrics: Mapping[int, Metrics], intervals: Mapping[int, Interval], rounding: float | None, bound: int = 1
 ) -> list[Finding]:
     """Return all findings of a run, at most one for each metric. metrics: by the number of rollouts learned from. intervals: of
-    eval/accuracy."""
-    watch = Watch(rounding)
+    eval/accuracy. rounding, bound: see `Watch`."""
+    watch = Watch(rounding, bound)
     findings: list[Finding] = []
     for rollouts, row in metrics.items():
         findings += watch.findings(rollouts, row, intervals.get(rollouts))

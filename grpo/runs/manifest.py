@@ -109,7 +109,7 @@ def beginning(
         "files": keep_code(Path(folder), overrides),
         "versions": versions(),
         "hardware": hardware(),
-        **{name: before[name] for name in ("preflight", "plan", "rounding") if name in before},
+        **{name: before[name] for name in ("preflight", "plan", "rounding", "bound") if name in before},
         "data": {split: data_facts(rows) for split, rows in examples.items()},
     }
 

@@ -27,10 +27,11 @@ class Metric:
 
     A run is healthy while low <= value <= high. advice: the meaning of a value outside, and what to do; without it there are
     no warnings. after: a warning comes after this many rollouts in a row outside. stale: `high` for samples of older weights,
-    if it differs. per: low and high are multiples of this metric. jump: `high` is also this many times the median of the last
-    rollouts. falls: it is too low if it is so far below its best mean of several rollouts, while the reward is higher. stop: a
-    value whose size is above it ends the run, unless alarms=warn. charted: the report shows it by default. part: a part of the
-    reward, so users may use its name. fault: counts failures, and is not shown while it is 0.
+    for each version that they are older, if it differs. per: low and high are multiples of this metric. jump: `high` is also
+    this many times the median of the last rollouts. falls: it is too low if it is so far below its best mean of several
+    rollouts, while the reward is higher. stop: a value whose size is above it ends the run, unless alarms=warn. charted: the
+    report shows it by default. part: a part of the reward, so users may use its name. fault: counts failures, and is not
+    shown while it is 0.
     """
 
     name: str
@@ -171,6 +172,8 @@ def healthy(metric: Metric) -> str:
         return f"at most {metric.jump:g} times its median"
     if metric.per:
         return f"at least {metric.low:g} times `{metric.per}`"
+    if metric.name == "rollout/staleness":
+        return f"at most `rollout.max_staleness`, or {metric.high:g} if that is less"
     if metric.name == "eval/accuracy":
         return "its 95 % interval overlaps that of the best evaluation"
     if metric.falls < math.inf:
@@ -179,7 +182,7 @@ def healthy(metric: Metric) -> str:
     within = f"at most {high}" if metric.low in (0, -math.inf) else f"{low} to {high}"
     within = within.replace(" to inf", " or more")
     late = f"; a warning comes after {metric.after} rollouts outside" if metric.after > 1 else ""
-    stale = f", with samples of older weights {metric.stale:g}" if metric.stale else ""
+    stale = f", with samples of older weights {metric.stale:g} for each version" if metric.stale else ""
     return f"{'above 0' if 0 < metric.low < 1e-6 else within}{stale}{late}"
 
 

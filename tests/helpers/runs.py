@@ -6,7 +6,7 @@ import pytest
 from conftest import EXAMPLES, compose_config
 
 TIMES = """time/rollout time/update time/sync time/eval time/played time/score time/teacher time/started tokens/s
-    time/engine_idle time/weights     memory/rollout memory/update""".split()
+    time/engine_idle time/weights rollout/flying_groups rollout/buffered_groups     memory/rollout memory/update""".split()
 
 
 VARIED = {"_target_": "helpers.slots.Varied", "path": str(EXAMPLES)}

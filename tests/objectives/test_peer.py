@@ -195,6 +195,11 @@ CASES = {
     "icepop with kl": (["algo/correction=icepop", "algo/kl=loss_with_ratio"],
                        {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "beta": 0.04,
                         "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 5.0}),
+    "decoupled": (["algo=decoupled"], {"loss_type": "dapo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask",
+                                       "vllm_importance_sampling_clip_max": 5.0}),
+    "decoupled, narrow": (["algo=decoupled", "algo.correction.high=1.05"],
+                          {"loss_type": "dapo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask",
+                           "vllm_importance_sampling_clip_max": 1.05}),
     "off-policy mask": (["algo.off_policy_delta=0.05"],
                         {"off_policy_mask_threshold": 0.05, "use_vllm": True, "vllm_importance_sampling_correction": False}),
     "top entropy": (["algo.top_entropy=0.3"], {"top_entropy_quantile": 0.3}),
@@ -218,6 +223,39 @@ def test_loss_and_gradient_are_trls(name, seed):
     for mine, other in zip(*gradients, strict=True):
         mine, other = (torch.zeros_like(case.entropy) if g is None else g for g in (mine, other))
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_loss_of_old_samples_is_that_of_trls_asynchronous_trainer(seed):
+    """algo.old_policy=rollout: the clipped ratio is policy / policy that sampled, which was any number of versions ago."""
+    from accelerate import Accelerator
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+    case, trl = Case(seed), object.__new__(AsyncGRPOTrainer)
+    advantages, loss = ours(case, "algo.old_policy=rollout", "algo.reduce=token")
+    flat = case.mask.flatten().nonzero()[:, 0]
+    passed = SimpleNamespace(log_probs=case.logprobs, entropy=case.entropy)
+    fixed = {
+        "accelerator": Accelerator(cpu=True), "aux_loss_enabled": False, "epsilon_low": 0.2, "epsilon_high": 0.2,
+        "current_gradient_accumulation_steps": 1, "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_step_forward_tokens": 0, "_step_trained_tokens": 0, "_step_seq_len_weighted": 0, "_step_samples": 0,
+        "_step_forward_s": 0,
+    }  # fmt: skip
+    for name, value in fixed.items():
+        object.__setattr__(trl, name, value)
+    ones = torch.ones(1, B * C, dtype=torch.int64)
+    inputs = dict.fromkeys(("attention_mask", "input_ids", "position_ids", "shift_labels"), ones)
+    inputs |= dict.fromkeys(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), ones)
+    inputs |= {"token_index": flat, "old_log_probs": case.rollout.flatten()[flat], "segment_id": flat // C}
+    inputs |= {"advantages": advantages[:, None].expand(B, C).flatten()[flat], "tree_max_seqlens": torch.ones(1, 2)}
+    inputs |= {"global_n_tokens": torch.tensor([len(flat)]), "mean_seq_len": torch.ones(1)}
+    inputs["global_n_forward_tokens"] = torch.ones(1)
+    inputs["old_log_probs"], inputs["segment_id"] = case.rollout.flatten()[flat], flat // C
+    theirs = trl.compute_loss(lambda **_: passed, inputs)
+    torch.testing.assert_close(loss, theirs, atol=1e-6, rtol=0)
+    mine, other = (torch.autograd.grad(value, case.logprobs, retain_graph=True)[0] for value in (loss, theirs))
+    assert mine.abs().max() > 1e-3
+    torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
 
 
 def test_a_reward_that_nobody_could_give_is_left_out_as_trl_leaves_it():

@@ -283,6 +283,14 @@ def test_a_critic_takes_its_weights_and_what_they_entail(toy):
     assert foreseen["model"]["activations"] > 1.5 * plain["activations"] >= 1.4 * foreseen["head"]["activations"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "copies"), [("rollout.ahead=1", 0), ("rollout.ahead=3", 3), ("rollout.ahead=3 rollout.order=ready", 0)]
+)
+def test_versions_that_wait_for_their_rollout_are_copies(toy, settings, copies):
+    foreseen = Run(str(toy), *settings.split()).forecast(10)
+    assert foreseen.get("copies", 0) == copies * foreseen["gradients"]
+
+
 @pytest.mark.parametrize("divergence", ["sampled", pytest.param("reverse", marks=SLOW)])
 def test_a_teacher_takes_its_weights_and_its_pass(toy, tmp_path, divergence):
     """A teacher of twice the depth that reads a microbatch, and whole distributions of its tokens, to a hundredth."""

@@ -22,7 +22,7 @@ from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.objectives.checks import check_algorithm
 from grpo.rollout.ahead.chain import Chain
-from grpo.rollout.ahead.order import staleness
+from grpo.rollout.ahead.order import ages_of
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.runs import Run
@@ -219,16 +219,16 @@ def test_staleness_counts_each_token():
 
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
     played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
-    assert staleness(played, 4) == {
+    assert ages_of(played, 4) == {
         "rollout/staleness": pytest.approx((1 + 1 + 1 + 1 + 0) / 5),
         "rollout/staleness_max": 1,
     }
     replayed = replace(played, groups=[[*groups[0], replace(sample(1, None), age=2)]])
-    assert staleness(replayed, 4) == {"rollout/staleness": pytest.approx(7 / 6), "rollout/staleness_max": 3}
+    assert ages_of(replayed, 4) == {"rollout/staleness": pytest.approx(7 / 6), "rollout/staleness_max": 3}
 
 
 def test_a_rollout_of_another_plan_is_played_again():
-    plan = Plan(2, 2, 4, Sampling(4), ahead=1)
+    plan, rollout = Plan(2, 2, 4, Sampling(4), ahead=1), Rollout([], None, [], None, rounds=1, version=3, seconds=0.0)
     others = (
         (replace(plan, num_rollouts=9), True),
         (replace(plan, ahead=3), True),
@@ -236,8 +236,8 @@ def test_a_rollout_of_another_plan_is_played_again():
     )
     for other, taken in others:
         made = Chain(SimpleNamespace(plan=plan, engine=None), {})
-        made.load_state_dict({"ahead": {"plan": other, "finished": ["a rollout"]}}, 2)
-        assert (made.finished == {2: "a rollout"}) == taken
+        made.load_state_dict({"ahead": {"plan": other, "finished": [rollout], "places": [[]]}}, 2)
+        assert (made.finished == {2: rollout}) == taken
 
 
 def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):

@@ -1,14 +1,18 @@
 """rollout.order=ready: the groups of several rollouts at once, each learned from once; and rollout.ahead beyond 1."""
 
+import asyncio
+import threading
 from collections import Counter
 
+import lightning as L
 import pandas as pd
 import pytest
 from helpers.runs import learned
-from helpers.runs import rows as all_rows
+from helpers.slots import Halves, Talk
 
+from grpo.env.messages import Message
 from grpo.runs.runs import Run
-from grpo.system.errors import UserError
+from grpo.system.errors import RolloutError, UserError
 
 HALVES = {"_target_": "helpers.slots.Halves"}  # 40 questions
 READY = "rollout.order=ready engine._target_=helpers.slots.Streams"
@@ -25,7 +29,8 @@ def run(smoke, tmp_path):
         words = [word for text in overrides for word in text.split()]
         (tmp_path / folder).mkdir(exist_ok=True)
         learned(smoke(*settings, *words), task)
-        return all_rows(tmp_path / folder), Run(tmp_path / folder).samples(range(1, 7))
+        table = pd.read_csv(tmp_path / folder / "metrics.csv")
+        return table.to_dict("records"), Run(tmp_path / folder).samples(range(1, 7))
 
     return run
 
@@ -49,6 +54,89 @@ def test_order_ready_learns_from_every_prompt_once(run):
         assert row["rollout/buffered_groups"] + row["rollout/flying_groups"] <= 4
     assert rows[-1]["rollout/buffered_groups"] + rows[-1]["rollout/flying_groups"] == 0
     assert max(row["rollout/staleness_max"] for row in rows) >= 1
+
+
+class Updates(L.Callback):
+    """Lets the first environment of the run wait for an update."""
+
+    made, first = threading.Event(), threading.Lock()
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+        self.made.clear()
+        self.first.acquire(blocking=False)
+
+    def on_train_start(self, trainer, module) -> None:
+        self.first.release()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch.rollout == self.update:
+            self.made.set()
+
+
+Updates.first.acquire()
+
+
+class Held(Halves):
+    """Two turns. Between those of one episode the environment waits until some update was made."""
+
+    def build(self, example):
+        return Between(example["number"])
+
+
+class Between(Talk):
+    def __init__(self, number):
+        super().__init__(["go on"])
+        self.messages = (Message("user", str(number)),)
+        self.waits = Updates.first.acquire(blocking=False)
+
+    async def step(self, action):
+        while self.waits and not Updates.made.is_set():
+            await asyncio.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("stale", ["drop", "correct", "wait"])
+def test_a_group_that_is_older_than_the_bound(run, stale):
+    """One sample waits for the fourth update, so that its first turn is 4 versions old; the bound is 2."""
+    settings = f"rollout.ahead=1 max_turns=2 rollout.patience=3 {READY} rollout.stale={stale}"
+    update = 1 if stale == "wait" else 3
+    more = f"+callbacks.updates={{_target_: test_pool.Updates, update: {update}}}"
+    rows, samples = run(settings, more.replace(" ", ""), task={"_target_": "test_pool.Held"})
+    resampled, late = (sum(row[f"rollout/{name}_groups"] for row in rows) for name in ("resampled", "stale"))
+    oldest = max(row["rollout/staleness_max"] for row in rows)
+    assert Counter(samples.groupby("example").size()) == {2: 12}
+    assert (resampled, late) == {"drop": (1, 0), "correct": (0, 1), "wait": (0, 0)}[stale]
+    assert oldest >= 4 if stale == "correct" else oldest <= 2
+
+
+def test_a_wait_names_whom_it_waits_for(run):
+    """With stale=wait the update waits for a group that is due. Its environment never answers, so the run ends."""
+    settings = f"rollout.ahead=1 max_turns=2 rollout.patience=1 {READY}"
+    settings += " +callbacks.updates={_target_:test_pool.Updates,update:99}"
+    line = (
+        r"rollout.patience=1 s.*1 groups, the first is prompt \d of rollout [12] \(1 episodes wait for an environment"
+    )
+    with pytest.raises(RolloutError, match=line):
+        run(settings, task={"_target_": "test_pool.Held"})
+
+
+@pytest.mark.parametrize("order", ["exact", "ready"])
+def test_a_resumed_run_loses_nothing(run, order, tmp_path):
+    """A crash in the fourth rollout, with groups finished and in flight: each of the 12 prompts is learned from once."""
+    settings = "rollout.ahead=3 callbacks=[samples,checkpoint] callbacks.checkpoint.every=1"
+    settings += f" {READY}" if order == "ready" else ""
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run(settings, "+callbacks.crash={_target_:helpers.slots.Crash,rollout:3}", folder="crashed")
+    run(settings, f"ckpt_path={tmp_path / 'crashed'} resume.changes=allow", folder="rest")
+    learned_from = [
+        Run(tmp_path / folder).samples([*numbers]) for folder, numbers in (("crashed", (1, 2, 3)), ("rest", (4, 5, 6)))
+    ]
+    assert Counter(pd.concat(learned_from).groupby("example").size()) == {2: 12}
+    assert not list((tmp_path / "rest" / "discarded").glob("*"))
+    if order == "exact":
+        _, whole = run(settings, folder="whole")
+        assert whole.completion.tolist() == pd.concat(learned_from).completion.tolist()
 
 
 def test_what_cannot_be_ahead_is_refused(run):

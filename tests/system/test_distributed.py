@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import lightning as L
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers.ranks import Ranks
 from helpers.runs import rows
-from helpers.slots import Dice
+from helpers.slots import Dice, Halves
 from transformers import AutoModelForCausalLM
 
 from grpo.models.pretrained import Pretrained
@@ -52,6 +53,12 @@ CASES = {
 }
 
 
+AHEAD = {
+    "exact": ("rollout.ahead=2 engine._target_=helpers.slots.Apart", [0, 1, 2, 2]),
+    "ready": ("rollout.ahead=2 rollout.order=ready engine._target_=helpers.slots.Streams", None),
+}
+
+
 class SmallPieces(L.Callback):
     """Policies are written in files of 64 KiB."""
 
@@ -67,6 +74,13 @@ class KilledInSave(L.Callback):
             checkpoints.write_file = lambda file, tensors: (
                 file.write_bytes(b"half") and os.kill(os.getpid(), signal.SIGKILL)
             )
+
+
+class Twelve(Halves):
+    """Questions by number, whatever the settings of the task."""
+
+    def __init__(self, **_) -> None:
+        super().__init__()
 
 
 class Turns(Dice):
@@ -121,6 +135,22 @@ def test_two_ranks_learn_what_one_learns(learned, tmp_path, name):
             assert expected.keys() == shared.keys()
             for metric, value in expected.items():
                 assert shared[metric] == pytest.approx(value, abs=1e-4), f"{strategy} {metric}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", AHEAD)
+def test_two_ranks_share_rollouts_ahead(learned, tmp_path, order):
+    """Each plays its share, and both learn from the same groups: every prompt once, and the weights stay equal."""
+    settings, ages = AHEAD[order]
+    common = """engine=transformers algo.old_policy=rollout rollout.num_rollouts=4 rollout.prompts=3 eval.every=0
+        callbacks=[checkpoint,samples] task._target_=test_distributed.Twelve strategy=ddp"""
+    learned(tmp_path, 2, [*common.split(), *settings.split()])
+    run = Run(tmp_path)
+    samples = run.samples()
+    assert Counter(samples.groupby("example").size()) == {2: 12}
+    told = rows(tmp_path)
+    assert ages is None or [row["rollout/staleness"] for row in told] == ages
+    assert all(row["rollout/staleness_max"] <= 4 for row in told) and len(told) == 4
 
 
 @pytest.mark.slow

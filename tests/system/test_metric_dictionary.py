@@ -85,7 +85,7 @@ def test_ranges_are_read_once():
     assert told == {
         "rollout/reward": "",
         "rollout/effective_groups": "above 0; a warning comes after 3 rollouts outside",
-        "loss/first_kl": "at most 0.01, with samples of older weights 0.5",
+        "loss/first_kl": "at most 0.01, with samples of older weights 0.5 for each version",
     }
     assert "| at most 0.05 | above 0.5 |" in metric_table()  # eval/judge_invalid
 

@@ -37,7 +37,7 @@ def said(health: Health, caplog, *values: dict[str, float], evaluations: Sequenc
         ("rollout/truncated", 0.5, 0.51, "raise max_tokens"),
         ("rollout/timeout", 0.02, 0.021, "teach nothing"),
         ("rollout/error", 0.0, 0.01, "the grader failed"),
-        ("rollout/staleness", 1.0, 1.01, "several rollouts old"),
+        ("rollout/staleness", 1.0, 1.01, "older than rollout.ahead and rollout.max_staleness explain"),
         ("loss/ratio", 1.2, 1.21, "moves far"),
         ("loss/ratio", 0.8, 0.79, "moves far"),
         ("loss/approx_kl", 0.5, 0.51, "has left the one that sampled"),
@@ -99,11 +99,31 @@ def test_equal_rewards_are_no_news_where_a_teacher_or_a_text_teaches(caplog):
 
 def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
     def told(gap: float, staleness: float) -> list[str]:
-        return said(Health(), caplog, {"rollout/logprob_gap": gap, "rollout/staleness": staleness})
+        health = Health()
+        health.watch.bound = 3
+        return said(health, caplog, {"rollout/logprob_gap": gap, "rollout/staleness": staleness})
 
     assert told(0.3, 1.0) == []
     assert "is 0.31, above 0.3: engine and trainer disagree" in told(0.31, 1.0)[0]
     assert "is 0.1, above 0.03: engine and trainer disagree" in told(0.1, 0.0)[0]
+    assert told(0.75, 2.5) == [] and "is 0.76, above 0.75" in told(0.76, 2.5)[0]  # 0.3 for each version
+    assert "is 1.2, above 0.75" in told(1.2, 2.5)[0]  # 1 for each version ends the run
+    with pytest.raises(AlarmError, match=r"is 1\.2, above 0\.33"):
+        told(1.2, 1.1)
+
+
+def test_staleness_may_reach_the_bound_of_the_plan(caplog):
+    def told(staleness: float, bound: int) -> list[str]:
+        health = Health()
+        health.watch.bound = bound
+        resumed = Health()
+        resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+        return said(resumed, caplog, {"rollout/staleness": staleness})
+
+    assert told(4.0, 4) == [] and "is 4.1, above 4: the weights that sampled are older" in told(4.1, 4)[0]
+    assert told(1.0, 0) == []  # of a source, without rollout.ahead
+    (found,) = warnings_of({1: {"rollout/staleness": 2.0}, 2: {"rollout/staleness": 2.1}}, {}, None, bound=2)
+    assert (found.rollout, found.metric) == (2, "rollout/staleness")
 
 
 def test_the_bound_on_log_probabilities_is_that_of_the_preflight(caplog):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from grpo.rollout.ahead.clock import Clocked, IdleClock
-from grpo.rollout.ahead.order import staleness
+from grpo.rollout.ahead.order import ages_of
 from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.background import Background
@@ -86,7 +86,7 @@ class Chain:
     def facts(self, rollout: Rollout, update: int) -> dict[str, float]:
         """Return the metrics of a handover."""
         return {
-            **staleness(rollout, update),
+            **ages_of(rollout, update),
             "rollout/buffered_groups": float(sum(len(each.groups) for each in self.finished.values())),
             "rollout/flying_groups": float(self.flying),
             "time/played": rollout.seconds,
@@ -109,7 +109,8 @@ class Chain:
         """Return the finished rollouts for a checkpoint. Those that are not finished are played again, with the same seeds."""
         if self.worker and self.worker.thread.is_alive():
             self.settle()
-        state = {"plan": self.plan, "finished": [self.finished[r] for r in sorted(self.finished)]}
+        finished = [self.finished[r] for r in sorted(self.finished)]
+        state = {"plan": self.plan, "finished": finished, "places": [places_of(rollout) for rollout in finished]}
         try:
             to_plain(state["finished"], Tensors(), "rollout")  # whether a file can hold it
         except TypeError as error:
@@ -121,7 +122,8 @@ class Chain:
         """Take the finished rollouts from a checkpoint after `learned` rollouts, if they were made with the same plan."""
         kept = state.get("ahead") or {}
         if "finished" in kept and "flying" not in kept and same_samples(kept["plan"], self.plan):
-            self.finished = dict(enumerate(kept["finished"], learned))
+            both = zip(kept["finished"], kept["places"], strict=True)
+            self.finished = {r: linked(*pair) for r, pair in enumerate(both, learned)}
             self.issued = self.next = learned + len(self.finished)
 
     # -- the thread
@@ -183,6 +185,24 @@ class Chain:
                 return
             if time.monotonic() - since > self.plan.patience:
                 raise RolloutError(waited(self.plan.patience, f"rollout {self.next + 1}"))
+
+
+def places_of(rollout: Rollout) -> list[list[list[int] | None]]:
+    """Return where in `played` the episode of each sample of `groups` is; None for one that an earlier rollout has played."""
+    places = {id(s.trajectory): [i, j] for i, group in enumerate(rollout.played) for j, s in enumerate(group)}
+    return [[places.get(id(sample.trajectory)) for sample in group] for group in rollout.groups]
+
+
+def linked(rollout: Rollout, places: list[list[list[int] | None]]) -> Rollout:
+    """Return a rollout that was read from a file, with one object for each episode in `groups` and `played`, as it was made."""
+    groups = [
+        [
+            replace(sample, trajectory=rollout.played[place[0]][place[1]].trajectory) if place else sample
+            for sample, place in zip(group, of_group, strict=True)
+        ]
+        for group, of_group in zip(rollout.groups, places, strict=True)
+    ]
+    return replace(rollout, groups=groups)
 
 
 def failed(worker: Background | None) -> BaseException | None:

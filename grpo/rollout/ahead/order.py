@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo.rollout.rollouts import Rollout
-from grpo.rollout.types import Group
+from grpo.rollout.staleness import versions_of
 
 Key = tuple[int, int]  # the rollout of the plan, and the place of a prompt in it
 
@@ -41,14 +41,7 @@ def for_update(waiting: Sequence[Waiting], update: int, count: int) -> list[Key]
     return sorted(one.key for one in picked)
 
 
-def versions_of(group: Group, version: int) -> list[int]:
-    """Return the version that sampled each token of a group. version: the engine's when a rollout began, for an engine that does
-    not report versions."""
-    turns = [(sample.age, turn.completion) for sample in group for turn in sample.turns]
-    return [v for age, done in turns for v in done.versions or (version - age,) * len(done.ids)]
-
-
-def staleness(rollout: Rollout, update: int) -> dict[str, float]:
+def ages_of(rollout: Rollout, update: int) -> dict[str, float]:
     """Return the age of the weights that sampled a token, in versions before `update`: the mean over tokens, and the largest."""
     versions = [version for group in rollout.groups for version in versions_of(group, rollout.version)] or [update]
     mean, oldest = update - sum(versions) / len(versions), float(update - min(versions))

@@ -15,11 +15,12 @@ from torch import nn
 from grpo.env.types import Example
 from grpo.rollout.ahead.chain import LOOK, same_samples, waited
 from grpo.rollout.ahead.clock import Clocked, IdleClock
-from grpo.rollout.ahead.order import Key, Waiting, for_update, staleness, versions_of
+from grpo.rollout.ahead.order import Key, Waiting, ages_of, for_update
 from grpo.rollout.collate import scores
 from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.rollout.samples_table import on_disk
+from grpo.rollout.staleness import versions_of
 from grpo.rollout.types import Group
 from grpo.system import distributed
 from grpo.system.background import Background, stop_all
@@ -98,7 +99,7 @@ class Pool:
     def facts(self, rollout: Rollout, update: int) -> dict[str, float]:
         """Return the metrics of a handover."""
         return {
-            **staleness(rollout, update),
+            **ages_of(rollout, update),
             "rollout/buffered_groups": float(len(self.finished)),
             "rollout/flying_groups": float(self.flying),
             "rollout/resampled_groups": float(self.again),

@@ -49,6 +49,7 @@ class Health(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in callbacks_of(trainer.callbacks, RolloutCallback):
             self.watch.rounding = callback.rounding or self.watch.rounding
+            self.watch.bound = getattr(callback.plan, "bound", 1)
             self.foreign = untaught(module.policy, callback.rollouts.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:

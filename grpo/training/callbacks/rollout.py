@@ -9,6 +9,7 @@ from grpo.rollout.ahead.check import check_policy, rollouts_ahead
 from grpo.rollout.collate import collate
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
+from grpo.rollout.staleness import with_staleness
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
 from grpo.system.progress import Progress
@@ -77,7 +78,8 @@ class RolloutCallback(L.Callback):
             sleep()
         batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
-        tokens = collate([batch.groups[i] for i in mine], [i * batch.scores.rewards.shape[1] for i in mine])
+        groups, size = [batch.groups[i] for i in mine], batch.scores.rewards.shape[1]
+        tokens = with_staleness(collate(groups, [i * size for i in mine]), groups, rollout.version, self.learned)
         batch.tokens = tokens.to(module.device)
         batch.metrics |= rollout_metrics(rollout.played, rollout.all_scores)
         batch.metrics |= {
