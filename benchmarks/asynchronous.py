@@ -92,8 +92,8 @@ def trained(case: str, arm: str, seed: int, out: Path) -> None:
 
 
 def times(metrics: pd.DataFrame, ahead: int) -> dict[str, float]:
-    """Return what a run says of its speed, without its last `ahead` rollouts, which leave nothing to play. metrics: a row for each
-    number of rollouts learned from."""
+    """Return what a run says of its speed, without its last `ahead` rollouts, which leave nothing to play. metrics: a row for
+    each number of rollouts learned from."""
     rows = metrics[metrics["time/update"].notna()]
     cycle = rows[["time/rollout", "time/update", "time/sync"]].sum(axis=1)
     steady = [b for a, b in pairwise(rows.index[: len(rows) - ahead]) if pd.isna(metrics["eval/accuracy"].get(a))]
