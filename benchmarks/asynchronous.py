@@ -17,6 +17,7 @@ evaluations in a row that are not below it. Intervals are 95 %, Student's t over
 """
 
 import argparse
+import re
 import shutil
 import sys
 import threading
@@ -90,11 +91,12 @@ def trained(case: str, arm: str, seed: int, out: Path) -> None:
     print(f"{case}, {arm}, seed {seed}: {accuracy:.3f}", flush=True)
 
 
-def times(metrics: pd.DataFrame) -> dict[str, float]:
-    """Return what a run says of its speed. metrics: a row for each number of rollouts learned from."""
+def times(metrics: pd.DataFrame, ahead: int) -> dict[str, float]:
+    """Return what a run says of its speed, without its last `ahead` rollouts, which leave nothing to play. metrics: a row for
+    each number of rollouts learned from."""
     rows = metrics[metrics["time/update"].notna()]
     cycle = rows[["time/rollout", "time/update", "time/sync"]].sum(axis=1)
-    steady = [b for a, b in pairwise(rows.index) if pd.isna(metrics["eval/accuracy"].get(a))]
+    steady = [b for a, b in pairwise(rows.index[: len(rows) - ahead]) if pd.isna(metrics["eval/accuracy"].get(a))]
     waited, idle = rows["time/rollout"], cycle - rows["time/rollout"]
     if "time/engine_idle" in rows:
         idle = rows["time/engine_idle"]
@@ -129,7 +131,13 @@ def table(case: str, metrics: Mapping[str, Mapping[int, pd.DataFrame]], found: p
     """Return a Markdown table. metrics: of each arm by seed; found: of `grpo.runs.comparison.compared`."""
     from grpo.evaluation.statistics import over_seeds
 
-    level, by_arm = CASES[case][4], {arm: {s: times(m) for s, m in of.items()} for arm, of in metrics.items()}
+    level, by_arm = (
+        CASES[case][4],
+        {
+            arm: {seed: times(run, int(re.search(r"\d", arm)[0])) for seed, run in of.items()}
+            for arm, of in metrics.items()
+        },
+    )
     head = f"""| arm | seeds | s a rollout | whole | speed-up | allowed | trainer waits, % | engine idle, % | staleness: mean, max
         | accuracy at the end, % | tokens to {100 * level:.0f} % |""".replace("\n        ", " ")
     rows = [head, "|---" * (head.count("|") - 1) + "|"]

@@ -17,6 +17,7 @@ from grpo.report.changes import changed_problems
 from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run, numbered, samples_in
 from grpo.runs.token_texts import token_texts
+from grpo.runs.waiting import about_waits
 from grpo.system.metrics import percent
 from grpo.system.output.words import plural
 
@@ -30,6 +31,8 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     logged = {at: row.dropna().to_dict() for at, row in metrics.iterrows()}
     intervals = accuracy_intervals(run)
     held_out = intervals.get("eval/accuracy", {})
+    settings = run.config.get("rollout") or {}
+    ahead, order = settings.get("ahead", 0), settings.get("order", "exact")
     findings = warnings_of(logged, held_out, run.manifest.get("rounding"), run.manifest.get("bound", 1))
     return {
         "kind": "run",
@@ -42,6 +45,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
         "changed": changed_problems(run),
         "warnings": [vars(finding) for finding in findings],
+        "waits": about_waits([*logged.values()], ahead, order=order) if ahead else [],
         "not_written": run.manifest.get("not_written", {}),
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),

@@ -9,14 +9,15 @@ BOUND = 0.15  # share of the time from which a wait is worth a word
 FEWEST = 3  # rollouts of which something can be said
 
 
-def shares(learned: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def shares(learned: Sequence[Mapping[str, float]], ahead: int = 0) -> dict[str, float]:
     """Return the shares of the time between two handovers. learned: the metrics of each rollout, in order.
 
     rollout: the policy waited for samples, or sampled itself. idle: the engine had nothing to sample. weights: samples waited for
-    weights. A rollout that follows an evaluation, during which nothing or everything is played, does not count, nor the first.
-    Empty for fewer than FEWEST rollouts.
+    weights. A rollout that follows an evaluation, during which nothing or everything is played, does not count, nor the first,
+    nor the last `ahead`, which leave nothing to play. Empty for fewer than FEWEST rollouts.
     """
-    rows = [row for before, row in pairwise(learned) if "time/eval" not in before and "time/rollout" in row]
+    played = learned[: len(learned) - ahead]
+    rows = [row for before, row in pairwise(played) if "time/eval" not in before and "time/rollout" in row]
     total = sum(row.get(f"time/{kind}", 0.0) for row in rows for kind in ("rollout", "update", "sync"))
     if len(rows) < FEWEST or not total:
         return {}
@@ -34,7 +35,7 @@ def about_waits(
     policy waits, and the engine is busy: samples come too slowly. Both wait: they wait for each other, and more rollouts ahead
     part them. The engine alone waits: the update is the slower one, and more rollouts ahead would only be older.
     """
-    found = shares(learned)
+    found = shares(learned, ahead)
     if not found or (not ahead and not apart):
         return []
     waits, idle, weights = (found[name] for name in ("rollout", "idle", "weights"))

@@ -10,11 +10,12 @@ from paced import Paced
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.report.run import run_data
 from grpo.runs.runs import Run
 from train import train
 
 PROMPTS, SEEDS = [[5, 6, 7], [5, 6, 7], [9, 4, 3, 8]], [1, 2, 3]
-AHEAD = ("rollout.ahead=1", "rollout.num_rollouts=3")
+AHEAD = ("rollout.ahead=1", "rollout.num_rollouts=5", "callbacks=terminal", "eval.every=5")
 
 
 @pytest.fixture
@@ -109,9 +110,14 @@ def test_a_caller_that_leaves_frees_its_slots(engine):
     assert not engine.calls and not engine.rows and not engine.held
 
 
-def test_a_run_with_paced_updates(smoke, tmp_path):
-    words = smoke("engine._target_=paced.Paced", "+engine.step=0.01", "module._target_=paced.PacedModule")
-    train(compose_config(*words, "+module.update=0.3", "logger=csv", "algo.old_policy=rollout", *AHEAD))
+@pytest.mark.slow
+def test_a_run_with_paced_updates_says_who_waited(smoke, tmp_path, capsys):
+    """One rollout ahead takes at least 8 steps of 0.02 s, and nothing of the update: so the engine is idle for a half of it."""
+    words = smoke("engine._target_=paced.Paced", "+engine.step=0.02", "module._target_=paced.PacedModule")
+    train(compose_config(*words, "+module.update=0.5", "logger=csv", "algo.old_policy=rollout", *AHEAD))
     metrics = Run(tmp_path).metrics
-    assert (metrics["time/update"].dropna() >= 0.3).all()
-    assert (metrics["time/played"].dropna() >= 8 * 0.01).all() and metrics["rollout/staleness"].max() <= 1
+    assert (metrics["time/update"].dropna() >= 0.5).all()
+    assert (metrics["time/played"].dropna() >= 8 * 0.02).all() and metrics["rollout/staleness"].max() <= 1
+    assert "% of the time, and the policy hardly waited: fewer servers, or more devices" in capsys.readouterr().out
+    (line,) = run_data(Run(tmp_path), 0)["waits"]
+    assert line.startswith("the engine was idle")

@@ -256,6 +256,18 @@ def test_the_timeline_is_saved_for_perfetto(sweep, page):
         "rollout",
         "update",
     ]
+    ahead = {
+        "time/rollout": [3, 1, 0.5],
+        "time/update": [2, 2, 2],
+        "time/played": [3, 2, 4],
+        "time/engine_idle": [3, 0.5, 0],
+    }
+    beside = (
+        "([x, y]) => spans(x, y).filter((one) => BESIDE.includes(one.kind)).map((s) => [s.kind, s.start, s.seconds])"
+    )
+    assert page.evaluate(beside, [x, ahead]) == [  # handovers after 3, 6 and 8.5 s
+        ["rollout ahead", 3, 2], ["engine idle", 5.5, 0.5], ["rollout ahead", 4.5, 4],
+    ]  # fmt: skip
     assert spans[2:] == [["idle", 3, 1], ["rollout", 4, 1], ["update", 5, 2], ["rollout", 7, 1], ["update", 8, 2]]
 
 

@@ -15,7 +15,8 @@ def test_shares_leave_out_the_first_rollout_and_those_after_an_evaluation():
     evaluated = {"time/eval": 9.0}
     rows = [row(99, 1, 99), row(1, 3), row(2, 2, 2, 1, **evaluated), row(0, 50, 50), row(3, 5, 0, 1)]
     assert shares(rows) == {"rollout": 6 / 16, "idle": 2 / 16, "weights": 2 / 16}
-    assert shares(rows[:3]) == {} == shares([])  # two rollouts say nothing
+    assert shares([*rows, row(0, 9, 9)], ahead=1) == shares(rows)  # the last one leaves nothing to play
+    assert shares(rows[:3]) == {} == shares([], ahead=2)  # two rollouts say nothing
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_shares_leave_out_the_first_rollout_and_those_after_an_evaluation():
     ],
 )  # fmt: skip
 def test_advice(times, given, line):
-    (said,) = about_waits([row(*times)] * 4, **given)
+    (said,) = about_waits([row(*times)] * 6, **given)
     assert line in said
 
 
@@ -49,11 +50,11 @@ def test_advice(times, given, line):
     ],
 )
 def test_no_advice_where_there_is_nothing_to_gain(times, given):
-    assert about_waits([row(*times)] * 4, **given) == []
+    assert about_waits([row(*times)] * 6, **given) == []
 
 
 def test_two_lines():
-    said = about_waits([row(6.0, 4.0, 0.0, 2.0)] * 4, ahead=2, order="ready")
+    said = about_waits([row(6.0, 4.0, 0.0, 2.0)] * 6, ahead=2, order="ready")
     assert [line.split(" of the time")[0] for line in said] == [
         "the policy waited for samples 60 %",
         "samples waited for new weights 20 %",

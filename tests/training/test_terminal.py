@@ -75,9 +75,10 @@ def test_the_summary_of_a_run():
     )  # as `best`, the policy before training gives way to an equal one
     lost = cells(summary(learned, evaluations, *short, lost=[1]))  # the policy after 1 rollout is not on the disk
     assert lost["held out, best"].endswith("after 2") and lost["held out, last"].endswith("after 2")
-    ahead = [row | {"time/played": 3.5} for row in learned]
+    ahead = [row | {"time/played": 3.5, "time/engine_idle": 0.25, "time/weights": 0.0} for row in learned]
     without = cells(summary(ahead, [evaluated(0, [math.nan])], *short))
     assert without["beside: rollouts ahead"] == "0:00:07, 70 %" and "beside: Task.score" not in without
+    assert without["beside: engine idle"] == "0:00:00, 5 %" and "beside: wait for weights" not in without
     assert "held out, first" not in without and without["warnings"] == "none"
 
 

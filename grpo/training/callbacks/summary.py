@@ -43,8 +43,9 @@ def summary(
     table.add_row("time", f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout")
     for name, part in spent.items():
         table.add_row(f"  {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
-    if played := sum(row.get("time/played", 0.0) for row in learned):
-        calls = {"rollouts ahead": played, **calls}
+    names = {"rollouts ahead": "time/played", "engine idle": "time/engine_idle", "wait for weights": "time/weights"}
+    sums = {name: sum(row.get(kind, 0.0) for row in learned) for name, kind in names.items()}
+    calls = {name: part for name, part in sums.items() if part} | dict(calls)
     for name, part in calls.items():
         table.add_row(f"beside: {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
     table.add_row("tokens/s", f"{tokens / busy:,.0f}")

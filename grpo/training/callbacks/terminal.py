@@ -17,6 +17,7 @@ from rich.text import Text
 from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.types import Sample
+from grpo.runs.waiting import about_waits
 from grpo.system.calls import SPENT
 from grpo.system.errors import StopError
 from grpo.system.files import LOST
@@ -27,6 +28,7 @@ from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.health import Health
+from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.callbacks.summary import clock, summary
 from grpo.training.trainer import callbacks_of
 
@@ -181,6 +183,10 @@ class Terminal(L.Callback):
             for chosen in (callback.chosen for callback in saving if callback.chosen):
                 table.add_row("checkpoints/best", chosen)
             self.draw(table)
+            for rollout in callbacks_of(trainer.callbacks, RolloutCallback):
+                plan, apart = rollout.plan, getattr(rollout.engine, "apart", False)
+                for line in about_waits(self.learned, plan.ahead, apart, plan.order):
+                    self.line(line)
         left = [name for name in LEFT if (self.folder / name).exists()]
         self.line(f"written to {self.folder}: {', '.join(left)}")
         if "checkpoints/best" in left:
