@@ -201,7 +201,7 @@ class VLLMEngine:
         def hand_over(i: int, request: Any) -> None:
             out = request.outputs[0]
             ids, logprobs = tuple(out.token_ids), tuple(out.logprobs.logprobs)
-            completions[i] = Completion(ids, logprobs, out.finish_reason, versions_of(out.weight_versions))
+            completions[i] = Completion(ids, logprobs, out.finish_reason, spans_to_versions(out.weight_versions))
             if done is not None:
                 done(i, completions[i])
 
@@ -277,7 +277,7 @@ def sleeping(sleeps: bool) -> dict[str, bool]:
     return {"enable_sleep_mode": True, "async_scheduling": False} if sleeps else {"enable_sleep_mode": False}
 
 
-def versions_of(spans: Sequence[Any] | None) -> tuple[int, ...] | None:
+def spans_to_versions(spans: Sequence[Any] | None) -> tuple[int, ...] | None:
     """Return the version of the weights that drew each token, from vLLM's spans; None before the first load."""
     if not spans or spans[0].version == "default":
         return None

@@ -106,7 +106,7 @@ class Chain:
             self.worker.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished rollouts for a checkpoint. Those that are not finished are played again, with the same seeds."""
+        """Return the finished rollouts for a checkpoint. The others are played again, with the same seeds."""
         if self.worker and self.worker.thread.is_alive():
             self.settle()
         finished = [self.finished[r] for r in sorted(self.finished)]

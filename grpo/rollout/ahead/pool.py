@@ -86,7 +86,7 @@ class Pool:
                 self.changed.wait_for(lambda: self.new or any(worker.failure for worker in self.workers), LOOK)
 
     def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
-        """Give the engine the weights after an update; completions under way go on with them."""
+        """Give the engine the weights after an update; completions under way take them up."""
         if self.flying or version < self.plan.num_rollouts:
             with self.clock.waits():
                 sync()
