@@ -62,6 +62,7 @@ class Stop:
         self.at_once = False  # whether a signal may raise StopError where the program is
         self.place: Place | None = None
         self.pressed = self.warned = False  # see `press`
+        self.meets: float | None = None  # when this rank began to wait for the others in `together`
         self.left: float | None = None  # when the last place was left
         self.between = 0.0  # the longest time between two places in seconds: an update
         self.store: Any = None  # torch's, if there are several ranks
@@ -131,11 +132,13 @@ class Stop:
         from grpo.system import distributed  # imports torch
 
         self.passed()
+        if self.why and not new:
+            yield
+            return
         self.place, whole = Place(later, saves, time.monotonic()), False
         try:
             self.at_once = distributed.world_size() == 1 or not saves
-            if new:
-                self.end_here()
+            self.end_here()
             yield
             whole = True
         finally:
@@ -184,7 +187,7 @@ class Stop:
         if waited > FORCED and not self.warned:
             self.warned = True
             log.warning("%s: the run ends after a call that cannot be interrupted, in %s", self.why, main_place())
-        if self.store is not None and waited > TOGETHER:
+        if self.meets is not None and time.monotonic() - self.meets > TOGETHER:
             others = siblings.watching.suspects() if siblings.watching else "another rank"
             line = f"stopped by {self.why}, without a checkpoint: it waited {TOGETHER:g} s for {others}"
             leave(f"{line}; {siblings.RESUME}", StopError.exit_code, kind="")
@@ -225,6 +228,8 @@ def together(work: Callable[[], list[T]]) -> list[T]:
             stop.at_once, reason = False, error.reason
     else:
         mine = work()
+    if reason:
+        stop.meets = time.monotonic()
     gathered = distributed.all_gather([(reason, mine)])
     if reason := next((reason for reason, _ in gathered if reason), None):
         raise StopError(reason)
