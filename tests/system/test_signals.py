@@ -17,7 +17,11 @@ def in_c():
     print("begins", flush=True)
     mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # for ever: it goes on after a signal, and no handler of Python's runs
+    while True:
+        try:  # for ever: it goes on after a signal, and no handler of Python's runs
+            libc.pthread_mutex_lock(mutex)
+        except BaseException:  # of a signal that came before the lock
+            pass
 """
 
 
@@ -59,8 +63,8 @@ stop = Stop()
 stop.listen()
 try:
     with stop.allowed():
-        print("begins", flush=True)
         try:
+            print("begins", flush=True)
             time.sleep(3600)
         except ValueError:
             print("swallowed", flush=True)
@@ -77,4 +81,5 @@ except ValueError as error:
 def test_a_second_signal_ends_a_process_that_is_in_c():
     program = "stop = Stop()\nstop.listen()\nwith stop.allowed():\n    in_c()"
     code, _, said = ended(program, signal.SIGTERM, signal.SIGUSR1)
-    assert code == 128 + signal.SIGUSR1 and said.splitlines()[-1] == "ended by a second signal, SIGUSR1"
+    # by the handler if the main thread was not there yet
+    assert code == -signal.SIGUSR1 or (code == 128 + signal.SIGUSR1 and said.endswith("a second signal, SIGUSR1\n"))
