@@ -72,6 +72,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
     from grpo.system.output.console import console
+    from grpo.system.stopping.stop import Stop
 
     quiet()  # again, because importing lightning sets its log levels
     out = console()
@@ -111,13 +112,17 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
     card = Scorecard(folder, examples, policy_in(pretrained.path))
     save_config(config)
+    stop, again = Stop(), f"to resume, repeat the command with hydra.run.dir={folder}"
     try:
         with (
+            stop.during(),
             kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),
             trainer.precision_plugin.forward_context(),
             on_disk(folder / "samples.failed.parquet"),
             Bar(out, len(examples)) as bar,
+            stop.allowed(again, saves=False),  # finished batches are on the disk
         ):
+            stop.listen()
             todo = [places for places in evaluator.batches(len(examples)) if not card.has(places)]
             bar.begin(card)
             for places in todo:
@@ -127,7 +132,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             speed = card.speed
             found = card.finish()
     except KeyboardInterrupt:
-        out.print(f"stopped; to resume, repeat the command with hydra.run.dir={folder}", soft_wrap=True)
+        out.print(f"stopped; {again}", soft_wrap=True)
         raise
     engine.close()
 

@@ -28,7 +28,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.preflight.forecast import Sizes, forecast
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
-    from grpo.system.stop import Stop
+    from grpo.system.stopping.stop import Stop
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.kernels import KernelsCallback
     from grpo.training.callbacks.recorder import Recorder

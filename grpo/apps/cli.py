@@ -41,7 +41,7 @@ from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
-from grpo.system.stop import leave_early, on_signals
+from grpo.system.stopping.stop import leave_early
 
 if TYPE_CHECKING:  # --help needs no torch
     from grpo.models.pretrained import Pretrained
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 # The user's own setting. `run` sets HYDRA_FULL_ERROR as well, and the processes of further devices inherit that.
 FULL_ERROR = os.environ.setdefault("GRPO_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0")) == "1"
 
+EARLY = {"train": "training", "eval": "evaluation"}  # until these begin, a signal leaves nothing to save
 TYPED: list[str] = []  # the user's own arguments, without those of a resumed run that `run` puts before them
 
 
@@ -86,8 +87,8 @@ def run(main: Callable[[], object], config_name: str) -> None:
             print(help_text(config_name, arguments.overrides))
         else:
             witness.watch()
-            if config_name == "train" and not arguments.multirun:
-                on_signals(leave_early)  # until the training begins
+            if config_name in EARLY and not arguments.multirun:
+                leave_early(EARLY[config_name])
             main()
 
 

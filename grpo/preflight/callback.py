@@ -83,10 +83,11 @@ class PreflightCallback(L.Callback):
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
         before = everything(self.rollout.objects)
-        if checks:
-            self.rollout.sync()
+        allowed = self.rollout.stop.allowed("nothing was learned, and the same command begins again", saves=False)
         try:
-            with trainer.precision_plugin.forward_context(), self.rollout.stop.allowed():
+            with trainer.precision_plugin.forward_context(), allowed:
+                if checks:
+                    self.rollout.sync()
                 for name, check in checks.items():
                     self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
                     self.rollout.rounding = vars(probe).get("bound")

@@ -20,6 +20,7 @@ from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
 from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, RolloutError, UserError, error_line
+from grpo.system.stopping.stop import together
 
 THREADS = 64  # threads for environments
 ENVIRONMENT = 1 << 31  # used instead of the turn for the seed of the environment itself
@@ -155,7 +156,7 @@ def play(
         return await asyncio.gather(*map(group, mine))
 
     try:
-        groups = distributed.all_gather(beside(all_groups, queue.serve))
+        groups = together(partial(beside, all_groups, queue.serve))
     finally:
         environments.close()
         score.calls.close()

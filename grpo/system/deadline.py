@@ -21,7 +21,7 @@ def deadline(seconds: float, what: str, advice: str) -> Iterator[None]:
         timer.cancel()
 
 
-def leave(line: str, code: int) -> None:
+def leave(line: str, code: int, kind: str = UserError.kind) -> None:
     """Print an error and end the process at once, even if its main thread is blocked in C."""
-    print(f"{UserError.kind}{line}", file=sys.stderr, flush=True)
+    print(f"{kind}{line}", file=sys.stderr, flush=True)
     os._exit(code)

@@ -60,6 +60,11 @@ def by_itself() -> Iterator[None]:
         _chosen.by_itself = False
 
 
+def own_store() -> Any:
+    """Return a connection of its own to the store of all ranks, which a second thread may use; None if there is one rank."""
+    return dist.distributed_c10d._get_default_store().clone() if world_size() > 1 else None
+
+
 def world_size() -> int:
     """The number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -32,14 +32,14 @@ class LostRank(UserError):
 
 
 class StopError(UserError):
-    """The run was asked to end, and can be resumed. reason: a signal, or max_time."""
+    """The run was asked to end, and can be resumed. reason: a signal, or max_time. later: what the same command does then."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
     kind = ""
     saves = True  # whether the run is where a checkpoint can be written
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"stopped by {reason}; the same command with resume=auto continues the run")
+    def __init__(self, reason: str, later: str = "") -> None:
+        super().__init__(f"stopped by {reason}; {later or 'the same command with resume=auto continues the run'}")
         self.reason = reason
 
 

@@ -79,6 +79,8 @@ class Siblings:
     @contextmanager
     def watched(self, together: Callable[[], None]) -> Iterator[None]:
         """Watch the ranks during a `with` block. Raises LostRank. together: a collective, with which all ranks leave it."""
+        global watching
+        watching = self
         threading.Thread(target=self._watch, name="siblings", daemon=True).start()
         before = signal.signal(WAKE, self._wake)
         try:
@@ -112,12 +114,18 @@ class Siblings:
                 leave(self.line, LostRank.exit_code)
 
     def late(self) -> str:
-        """Return a line about a collective that waited too long. Kills the ranks that this one has started: one hangs."""
+        """Return a line about a collective that waited too long, after `suspects`."""
+        return f"a collective waited trainer.timeout={self.limit:g} s for {self.suspects()}; {RESUME}"
+
+    def suspects(self) -> str:
+        """Return which ranks may hang. Kills those that this one has started."""
         states = {str(sibling): sibling.state() for sibling in self.ranks.values()}
         stopped = [name for name, state in states.items() if state == psutil.STATUS_STOPPED]
         suspects = [f"{name}, which is {states[name]}" for name in stopped or states]
         for child in psutil.Process().children():
             if child in [sibling.process for sibling in self.ranks.values()]:
                 child.kill()
-        culprit = " or ".join(suspects) or "another rank"
-        return f"a collective waited trainer.timeout={self.limit:g} s for {culprit}; {RESUME}"
+        return " or ".join(suspects) or "another rank"
+
+
+watching: Siblings | None = None  # the ranks that this process watches

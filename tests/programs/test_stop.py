@@ -22,7 +22,7 @@ from grpo.config.resuming import has_checkpoint, is_over
 from grpo.runs.runs import Run
 from grpo.system import witness
 from grpo.system.errors import StopError, UserError
-from grpo.system.stop import SIGNALS, Stop, seconds_of
+from grpo.system.stopping.stop import SIGNALS, Stop, seconds_of
 from train import train
 
 SETTINGS = """callbacks=[samples,checkpoint] callbacks.checkpoint.every=3 rollout.num_rollouts=4 algo.num_epochs=2
@@ -134,7 +134,7 @@ def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, cap
 
 def test_a_second_signal_ends_the_process_and_the_first_one_a_fork():
     program = (
-        "import os, signal, time\nfrom grpo.system.stop import Stop\nstop = Stop()\nstop.listen()\n"
+        "import os, signal, time\nfrom grpo.system.stopping.stop import Stop\nstop = Stop()\nstop.listen()\n"
         "if child := os.fork():\n    while not (done := os.waitpid(child, os.WNOHANG))[0]:\n"
         "        os.kill(child, signal.SIGUSR1)  # again: a fork forgets a signal that comes while it starts\n"
         "        time.sleep(0.01)\n    print(done[1], stop.why)\n"

@@ -12,7 +12,7 @@ from grpo.rollout.draw import Everything, is_source
 from grpo.rollout.rollouts import Rollouts
 from grpo.system.distributed import is_sharded
 from grpo.system.errors import UserError
-from grpo.system.stop import Stop
+from grpo.system.stopping.stop import Stop
 
 log = logging.getLogger(__name__)
 

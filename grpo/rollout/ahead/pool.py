@@ -26,7 +26,7 @@ from grpo.system import distributed
 from grpo.system.background import Background, stop_all
 from grpo.system.errors import RolloutError, StopError, error_line
 from grpo.system.progress import set_progress
-from grpo.system.stop import Stop
+from grpo.system.stopping.stop import Stop
 
 log = logging.getLogger(__name__)
 

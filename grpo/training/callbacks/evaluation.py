@@ -36,7 +36,7 @@ class EvaluationCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.owed or (self.rollout.learned == 0 and self.evaluator.due(0, self.rollout.plan.num_rollouts)):
-            self.first = [self.evaluate()]
+            self.first = [self.evaluate(saves=self.rollout.learned > 0)]
             record(trainer, self.owed | self.first[0].metrics, step=self.rollout.learned)
 
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
@@ -46,7 +46,7 @@ class EvaluationCallback(L.Callback):
         rollouts, self.owed = batch.rollout + 1, {}
         if self.evaluator.due(rollouts, self.rollout.plan.num_rollouts):
             try:
-                batch.evaluations.append(self.evaluate())
+                batch.evaluations.append(self.evaluate(new=not trainer.should_stop))
                 batch.metrics |= batch.evaluations[-1].metrics
             except StopError as error:
                 if trainer.should_stop:  # nothing follows that would make it: the run goes back to a checkpoint
@@ -62,17 +62,18 @@ class EvaluationCallback(L.Callback):
     def load_state_dict(self, state: dict) -> None:
         self.owed = state["owed"]
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the present policy."""
+    def evaluate(self, **stop: bool) -> Evaluation:
+        """Evaluate the present policy. stop: see `Stop.allowed`."""
         rollout, rollouts = self.rollout, self.rollout.rollouts
         if rollout.ahead:
             rollout.ahead.settle()
         begun = time.perf_counter()
-        rollout.sync()
-        rollout.before = rollout.before or everything(rollout.objects)
         failed = Path(rollouts.folder) / "evaluations" / f"{rollout.learned:06d}.failed.parquet"
         slots = rollouts.task, rollouts.engine, rollouts.renderer
-        with rollout.stop.allowed(), rollouts.while_sampling(), on_disk(failed):
-            evaluation = self.evaluator(*slots, rollouts.seed, rollout.learned, self.examples)
+        with rollout.stop.allowed("a resumed run makes the evaluation again", **stop):
+            rollout.sync()
+            rollout.before = rollout.before or everything(rollout.objects)
+            with rollouts.while_sampling(), on_disk(failed):
+                evaluation = self.evaluator(*slots, rollouts.seed, rollout.learned, self.examples)
         self.accuracy, rollout.before = evaluation.metrics["eval/accuracy"], None
         return replace(evaluation, seconds=time.perf_counter() - begun)

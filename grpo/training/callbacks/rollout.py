@@ -14,7 +14,7 @@ from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
 from grpo.system.progress import Progress
 from grpo.system.states import everything, set_everything
-from grpo.system.stop import Stop
+from grpo.system.stopping.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
 from grpo.training.strategy import check_devices
 
@@ -69,9 +69,9 @@ class RolloutCallback(L.Callback):
             with self.stop.allowed():
                 rollout = self.ahead.make(batch.rollout, self.sync)
         else:
-            self.sync()
-            self.before = everything(self.objects)
             with self.stop.allowed():
+                self.sync()
+                self.before = everything(self.objects)
                 rollout = self.rollouts.make(batch.rollout)
             self.before = None
         if (not self.ahead or not self.ahead.flying) and (sleep := getattr(self.engine, "sleep", None)):

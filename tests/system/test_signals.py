@@ -1,0 +1,85 @@
+"""A signal is heard while the main thread is blocked in C, or in code that swallows exceptions: real processes and signals.
+
+The calls that block would last for an hour, so an end shows that they were not waited for.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+
+from conftest import ROOT
+
+BEGIN = """
+import ctypes, time
+from grpo.system.stopping.stop import Stop, leave_early
+def in_c():
+    print("begins", flush=True)
+    mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    while True:
+        try:  # for ever: it goes on after a signal, and no handler of Python's runs
+            libc.pthread_mutex_lock(mutex)
+        except BaseException:  # of a signal that came before the lock
+            pass
+"""
+
+
+def ended(program: str, *numbers: int) -> tuple[int, str, str]:
+    """Return exit code and streams of a program that gets signals after its first line."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", BEGIN + program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    first = process.stdout.readline()
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.5)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, first + out, err
+
+
+def test_a_place_with_nothing_to_save_ends_although_the_main_thread_is_in_c():
+    program = (
+        "stop = Stop()\nstop.listen()\nwith stop.allowed('the same command begins again', saves=False):\n    in_c()"
+    )
+    code, _, said = ended(program, signal.SIGTERM)
+    heard, *_, last = said.splitlines()
+    assert code == 75 and heard == "SIGTERM: the run ends now; the same command begins again"
+    assert last == "stopped by SIGTERM; the same command begins again"
+
+
+def test_a_program_that_loads_ends_although_its_main_thread_is_in_c():
+    code, _, said = ended("leave_early('training')\nin_c()", signal.SIGTERM)
+    assert code == 75 and said == "stopped by SIGTERM before the training: the same command begins again\n"
+
+
+def test_an_exception_that_a_library_swallows_is_raised_again():
+    program = """
+stop = Stop()
+stop.listen()
+try:
+    with stop.allowed():
+        try:
+            print("begins", flush=True)
+            time.sleep(3600)
+        except ValueError:
+            print("swallowed", flush=True)
+        time.sleep(3600)
+except ValueError as error:
+    print(error)
+"""
+    code, out, said = ended(program, signal.SIGUSR1)
+    line = "stopped by SIGUSR1; the same command with resume=auto continues the run"
+    assert code == 0 and out.splitlines() == ["begins", "swallowed", line]
+    assert said == "SIGUSR1: the run ends now; a resumed run plays the rollout again\n"
+
+
+def test_a_second_signal_ends_a_process_that_is_in_c():
+    program = "stop = Stop()\nstop.listen()\nwith stop.allowed():\n    in_c()"
+    code, _, said = ended(program, signal.SIGTERM, signal.SIGUSR1)
+    # by the handler if the main thread was not there yet
+    assert code == -signal.SIGUSR1 or (code == 128 + signal.SIGUSR1 and said.endswith("a second signal, SIGUSR1\n"))
