@@ -75,7 +75,7 @@ except ValueError as error:
     code, out, said = ended(program, signal.SIGUSR1)
     line = "stopped by SIGUSR1; the same command with resume=auto continues the run"
     assert code == 0 and out.splitlines() == ["begins", "swallowed", line]
-    assert said == "SIGUSR1: the run ends now; a resumed run plays the rollout again\n"
+    assert said == "SIGUSR1: the run ends now; the same command with resume=auto plays the rollout again\n"
 
 
 def test_a_second_signal_ends_a_process_that_is_in_c():
