@@ -100,7 +100,9 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_is_asked_to_end(smoke, 
     found = re.search(
         r"without a checkpoint: it waited 25 s for rank 1 \(pid (\d+), host \S+\), which is stopped; ", done.stderr
     )
-    assert done.returncode == 75 and found and not psutil.pid_exists(int(found[1])), done.stderr
+    assert done.returncode == 75 and found, done.stderr
+    psutil.wait_procs([psutil.Process(int(found[1]))] if psutil.pid_exists(int(found[1])) else [], 300)
+    assert not psutil.pid_exists(int(found[1]))
 
 
 @pytest.mark.slow
