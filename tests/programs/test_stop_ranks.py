@@ -4,10 +4,12 @@ The work that the signal meets would last for an hour on both ranks, so an end s
 """
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import EXAMPLES, TEST_PATH
@@ -24,10 +26,11 @@ SETTINGS = """task._target_=test_stop_ranks.Asks callbacks=[samples,checkpoint] 
 
 class Asks(Varied):
     """Sends a signal to the process of `rank`, once, while it scores its answer number at[rank]; then that answer takes an hour,
-    and so does answer at[other] of the other rank. folder: remembers that this was so."""
+    and so does answer at[other] of the other rank, or that rank is stopped. folder: remembers that this was so."""
 
-    def __init__(self, at=(), rank=0, folder=".", **options) -> None:
+    def __init__(self, at=(), rank=0, folder=".", stops=False, **options) -> None:
         super().__init__(**options)
+        self.stops = stops
         self.me, self.at, self.rank, self.folder, self.scored = (
             int(os.environ.get("LOCAL_RANK", "0")),
             at,
@@ -41,7 +44,11 @@ class Asks(Varied):
         asked = Path(self.folder, f"asked-{self.me}")
         if self.at and self.scored == self.at[self.me] and not asked.exists():
             asked.touch()
+            if self.stops and self.me != self.rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self.me == self.rank:
+                while self.stops and not Path(self.folder, f"asked-{1 - self.me}").exists():
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(3600)
         return super().score(example, trajectory)
@@ -81,6 +88,21 @@ def test_a_signal_to_one_rank_ends_both_in_the_middle_of_their_work(smoke, tmp_p
     states = [state(tmp_path / name)["state_dict"] for name in ("straight", "stopped")]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert rows(tmp_path / "straight") == rows(stopped)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_by_the_one_that_is_asked_to_end(smoke, tmp_path):
+    common = [o for o in smoke(*SETTINGS, "eval.every=0") if not o.startswith("output_dir")]
+    asks = (
+        f"+task.at=[7,7] +task.rank=0 +task.folder={tmp_path} +task.stops=true hydra.run.dir={tmp_path / 'run'}".split()
+    )
+    done = command("train.py", *common, *asks, environment={"PYTHONPATH": TEST_PATH, "GLOO_SOCKET_IFNAME": "lo"})
+    found = re.search(
+        r"without a checkpoint: it waited 25 s for rank 1 \(pid (\d+), host \S+\), which is stopped; ", done.stderr
+    )
+    assert done.returncode == 75 and found, done.stderr
+    psutil.wait_procs([psutil.Process(int(found[1]))] if psutil.pid_exists(int(found[1])) else [], 300)
+    assert not psutil.pid_exists(int(found[1]))
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ except ValueError as error:
     code, out, said = ended(program, signal.SIGUSR1)
     line = "stopped by SIGUSR1; the same command with resume=auto continues the run"
     assert code == 0 and out.splitlines() == ["begins", "swallowed", line]
-    assert said == "SIGUSR1: the run ends now; a resumed run plays the rollout again\n"
+    assert said == "SIGUSR1: the run ends now; the same command with resume=auto plays the rollout again\n"
 
 
 def test_a_second_signal_ends_a_process_that_is_in_c():
@@ -83,3 +83,29 @@ def test_a_second_signal_ends_a_process_that_is_in_c():
     code, _, said = ended(program, signal.SIGTERM, signal.SIGUSR1)
     # by the handler if the main thread was not there yet
     assert code == -signal.SIGUSR1 or (code == 128 + signal.SIGUSR1 and said.endswith("a second signal, SIGUSR1\n"))
+
+
+def test_a_server_that_does_not_answer_holds_nothing_up():
+    """It accepts the connection, and the engine would wait an hour for its answer."""
+    program = """
+import asyncio, socket
+from grpo.engines.vllm_server.http import RemoteServer
+silent, stop = socket.create_server(("127.0.0.1", 0)), Stop()
+server = RemoteServer(f"http://127.0.0.1:{silent.getsockname()[1]}", 3600, "")
+stop.listen()
+
+async def ask():
+    asking = asyncio.ensure_future(server.ask("/health", {}))
+    await asyncio.sleep(0)
+    print("begins", flush=True)
+    await asking
+
+try:
+    with stop.allowed():
+        asyncio.run(ask())
+except ValueError as error:
+    print(error)
+"""
+    code, out, _ = ended(program, signal.SIGTERM)
+    line = "stopped by SIGTERM; the same command with resume=auto continues the run"
+    assert code == 0 and out.splitlines() == ["begins", line]

@@ -201,7 +201,8 @@ class Nccl:
         self.members = urls
 
     def _broadcast(self, flat: Tensor, limit: float) -> None:
-        with deadline(2 * limit, "sending weights to the vLLM servers", "see their logs, or set engine.sync=disk"):
+        whom = f"sending weights to {', '.join(self.members)}"
+        with deadline(2 * limit, whom, "see their logs, or set engine.sync=disk"):
             self.group.broadcast(flat, 0).wait()
             if flat.is_cuda:
                 torch.cuda.synchronize(flat.device)

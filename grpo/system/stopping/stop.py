@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGAIN = (
     signal.SIGURG
 )  # calls `note` in the main thread, and ends its waits; a process that does not expect it ignores it
-AGAIN_PLAYED = "a resumed run plays the rollout again"
+AGAIN_PLAYED = "the same command with resume=auto plays the rollout again"
 KEY = "grpo/stop"  # in torch's store: why the run ends
 SWALLOWED = 2.0  # seconds after which StopError is raised again, since a library may have caught it
 FORCED = 4.0  # seconds after which a process ends from the ear's thread if it has nothing to save

@@ -70,7 +70,7 @@ class EvaluationCallback(L.Callback):
         begun = time.perf_counter()
         failed = Path(rollouts.folder) / "evaluations" / f"{rollout.learned:06d}.failed.parquet"
         slots = rollouts.task, rollouts.engine, rollouts.renderer
-        with rollout.stop.allowed("a resumed run makes the evaluation again", **stop):
+        with rollout.stop.allowed("the same command with resume=auto makes the evaluation again", **stop):
             rollout.sync()
             rollout.before = rollout.before or everything(rollout.objects)
             with rollouts.while_sampling(), on_disk(failed):
