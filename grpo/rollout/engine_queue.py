@@ -129,10 +129,8 @@ class EngineQueue:
                     these = partial(self._sample, [one for one in asked if self._alike(one[2]) == alike])
                     self.calls.append(Background(these, "engine")) if self.eager else these()
                     asked = [one for one in asked if self._alike(one[2]) != alike]
-        except BaseException:
-            stop_all(self.calls)
-            raise
         finally:
+            stop_all(self.calls)  # there are none, unless something failed
             OPEN.discard(self)
 
     def _alike(self, sampling: Sampling) -> Sampling:

@@ -29,6 +29,7 @@ from grpo.runs.runs import Run
 from grpo.system import background
 from grpo.system.background import Background
 from grpo.system.errors import RolloutError, UserError
+from grpo.system.stopping.stop import Stop
 
 LIMIT = 60  # seconds after which a test that waits fails
 
@@ -235,7 +236,7 @@ def test_a_rollout_of_another_plan_is_played_again():
         (replace(plan, group_size=3), False),
     )
     for other, taken in others:
-        made = Chain(SimpleNamespace(plan=plan, engine=None), {})
+        made = Chain(SimpleNamespace(plan=plan, engine=None), {}, Stop())
         made.load_state_dict({"ahead": {"plan": other, "finished": [rollout], "places": [[]]}}, 2)
         assert (made.finished == {2: rollout}) == taken
 

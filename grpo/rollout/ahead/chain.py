@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -16,17 +18,18 @@ from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.background import Background
 from grpo.system.distributed import in_play
-from grpo.system.errors import RolloutError
+from grpo.system.errors import RolloutError, UserError
 from grpo.system.states import states_of
+from grpo.system.stopping.stop import Stop
 
 log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between two looks at the thread
-STOPPING = 30.0  # seconds that a stopped run waits for the rollout in play, which the checkpoint then keeps
+STOPPING = 15.0  # seconds that a stopped run waits for the rollout in play, which the checkpoint then keeps
 
 
 class Chain:
-    """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout may change.
+    """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout may change. halt: whether to end.
 
     With order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With ahead=1 the trainer's
     thread gives them between two rollouts. Beyond that, each version is copied on the policy's device, and the thread that plays
@@ -34,8 +37,8 @@ class Chain:
     engine can.
     """
 
-    def __init__(self, rollouts: Rollouts, objects: dict[str, Any]) -> None:
-        self.plan, self.clock, self.objects = rollouts.plan, IdleClock(), objects
+    def __init__(self, rollouts: Rollouts, objects: dict[str, Any], halt: Stop) -> None:
+        self.plan, self.clock, self.objects, self.halt = rollouts.plan, IdleClock(), objects, halt
         self.rollouts = rollouts
         self.engine = rollouts.engine
         exact = self.plan.order == "exact"
@@ -47,6 +50,8 @@ class Chain:
         self.begun, self.first = False, 0  # the first version of this process
         self.before: dict[str, Any] | None = None  # the states of the objects before the rollout in play
         self.worker: Background | None = None
+        self.stopped = False
+        self.progress = time.monotonic()  # when the latest group was finished
         self.changed = threading.Condition()
 
     # -- for the trainer's thread
@@ -55,10 +60,12 @@ class Chain:
         """Return rollout r, and let those up to r + ahead be played. sync: gives the engine the policy's weights."""
         if not self.begun or r >= self.issued:
             self.issued, self.next = max(self.issued, r), max(self.next, r)
-            sync()
+            with self.halt.allowed():
+                sync()
             self.begun, self.first = True, r
         self._issue(r + 1 if self.between else r + self.plan.ahead + 1)
-        self._wait(lambda: r in self.finished)
+        with self.halt.allowed():  # and not below, where the rollout is in nobody's hands
+            self._wait(lambda: r in self.finished)
         rollout = self.finished.pop(r)
         if self.between and r + 1 < self.plan.num_rollouts:
             with self.clock.waits():
@@ -68,9 +75,14 @@ class Chain:
 
     def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
         """Take the weights after an update: give them to an engine that takes them in flight, or keep a copy."""
-        if self.in_flight:
-            return sync() if self.flying else None
-        if not self.between and version + (self.plan.ahead if self.exact else 0) < self.plan.num_rollouts:
+        if self.in_flight and version < self.plan.num_rollouts:
+            with self.clock.waits():
+                sync()
+        elif (
+            not self.in_flight
+            and not self.between
+            and version + (self.plan.ahead if self.exact else 0) < self.plan.num_rollouts
+        ):
             shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
             with self.changed:
                 if not self.exact:
@@ -98,16 +110,17 @@ class Chain:
         self._wait(lambda: self.next >= self.issued, raises=False)
 
     def stop(self, keeps: bool = False) -> None:
-        """Stop. keeps: wait for the rollout in play, at most STOPPING seconds, so that a checkpoint has it."""
+        """Stop, for good. keeps: wait for the rollout in play, at most STOPPING seconds, so that a checkpoint has it."""
         if keeps and self.worker:
             self.issued = min(self.issued, self.next + 1)
             self._wait(lambda: self.next >= self.issued, raises=False, limit=STOPPING)
         if self.worker:
             self.worker.stop()
+        self.stopped = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the finished rollouts for a checkpoint. The others are played again, with the same seeds."""
-        if self.worker and self.worker.thread.is_alive():
+        if not self.stopped:
             self.settle()
         finished = [self.finished[r] for r in sorted(self.finished)]
         state = {"plan": self.plan, "finished": finished, "places": [places_of(rollout) for rollout in finished]}
@@ -121,7 +134,9 @@ class Chain:
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
         """Take the finished rollouts from a checkpoint after `learned` rollouts, if they were made with the same plan."""
         kept = state.get("ahead") or {}
-        if "finished" in kept and "flying" not in kept and same_samples(kept["plan"], self.plan):
+        if "flying" in kept:
+            raise UserError(MIXED)
+        if "finished" in kept and same_samples(kept["plan"], self.plan):
             both = zip(kept["finished"], kept["places"], strict=True)
             self.finished = {r: linked(*pair) for r, pair in enumerate(both, learned)}
             self.issued = self.next = learned + len(self.finished)
@@ -131,12 +146,18 @@ class Chain:
     def _issue(self, count: int) -> None:
         with self.changed:
             self.issued = max(self.issued, min(count, self.plan.num_rollouts))
-            if self.next < self.issued and (self.worker is None or self.worker.future.done()):
+            if failure := failed(self.worker):
+                raise failure
+            if self.next < self.issued and self.worker is None:
+                self.progress = time.monotonic()
                 self.worker = Background(self._play)
 
     def _play(self) -> None:
         eager = not self.exact and getattr(self.engine, "concurrent", False)
-        mine = replace(self.rollouts, engine=Clocked(self.engine, self.clock, eager))
+        play = self.rollouts.play
+        if "finished" in signature(play).parameters:
+            play = partial(play, finished=self._note)
+        mine = replace(self.rollouts, engine=Clocked(self.engine, self.clock, eager), play=play)
         while self.next < self.issued:
             if not self.between and not self.in_flight:
                 self._take(self.next)
@@ -151,6 +172,9 @@ class Chain:
                     self.worker = None
                     return
 
+    def _note(self, *_: Any) -> None:
+        self.progress = time.monotonic()
+
     def _take(self, r: int) -> None:
         """Give the engine the weights of rollout r, once they are there."""
         wanted = max(self.first, r - self.plan.ahead)
@@ -158,7 +182,8 @@ class Chain:
             with self.changed:
                 if not self.exact:
                     wanted = max(self.copies, default=self.engine.version)
-                self.changed.wait_for(lambda: self.engine.version == wanted or wanted in self.copies)
+                while self.engine.version != wanted and wanted not in self.copies:
+                    self.changed.wait(LOOK)  # in steps, since this thread may be asked to end
                 copy = self.copies.get(wanted)
             if copy is not None and self.engine.version != wanted:
                 with in_play():
@@ -168,8 +193,7 @@ class Chain:
 
     def _wait(self, reached: Callable[[], bool], raises: bool = True, limit: float | None = None) -> None:
         """Wait, in steps that a signal interrupts. Raises the thread's failure, or RolloutError after `plan.patience` seconds."""
-        begun = since = time.monotonic()
-        done = self.next
+        begun = time.monotonic()
         while not reached():
             with self.changed:
                 worker = self.worker
@@ -178,12 +202,14 @@ class Chain:
                 if raises:
                     raise failure
                 return
-            if done != self.next:
-                done, since = self.next, time.monotonic()
+            if limit is None and not raises and self.halt.why:  # a checkpoint or an evaluation of a run that should end
+                begun, limit = time.monotonic(), STOPPING
             if limit is not None and time.monotonic() - begun > limit:
                 log.warning("rollout %d was not finished in %g s: it is played again", self.next + 1, limit)
                 return
-            if time.monotonic() - since > self.plan.patience:
+            if time.monotonic() - max(begun, self.progress) > self.plan.patience:
+                if not raises:
+                    return
                 raise RolloutError(waited(self.plan.patience, f"rollout {self.next + 1}"))
 
 
@@ -208,6 +234,12 @@ def linked(rollout: Rollout, places: list[list[list[int] | None]]) -> Rollout:
 def failed(worker: Background | None) -> BaseException | None:
     """Return the exception that ended a thread, if one did."""
     return worker.failure if worker else None
+
+
+MIXED = (
+    "ckpt_path has groups of several rollouts in flight: resume with rollout.order=ready, rollout.ahead of at least 1 and the "
+    "settings under which several rollouts are played at once (docs/asynchronous.md)"
+)
 
 
 def waited(seconds: float, what: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from grpo.rollout.ahead.chain import Chain
+from grpo.rollout.ahead.chain import MIXED, Chain
 from grpo.rollout.ahead.pool import Pool
 from grpo.rollout.draw import Everything, is_source
 from grpo.rollout.rollouts import Rollouts
@@ -30,20 +30,22 @@ def rollouts_ahead(rollouts: Rollouts, objects: dict[str, Any], stop: Stop) -> C
         why = "the built-in one and vllm_shared sample from the weights that the update changes"
         raise UserError(f"{line}: set engine=vllm or engine=vllm_server; {why}")
     if plan.order == "exact":
-        return Chain(rollouts, objects)
+        return Chain(rollouts, objects, stop)
     if reason := one_by_one(rollouts):
         log.info("rollout.order=ready: rollouts are played one after another, because %s", reason)
-        return Chain(rollouts, objects)
+        return Chain(rollouts, objects, stop)
     return Pool(rollouts, stop)
 
 
 def one_by_one(rollouts: Rollouts) -> str | None:
     """Return why several rollouts cannot be played at once; None if they can."""
     engine, play, task = rollouts.engine, rollouts.play, rollouts.task
-    if not getattr(engine, "concurrent", False):
-        return f"{type(engine).__name__} samples for one rollout at a time"
+    if not (getattr(engine, "concurrent", False) and getattr(engine, "in_flight", False)):
+        return f"{type(engine).__name__} cannot sample for several rollouts while it takes new weights"
     if is_source(rollouts.sampler):
         return "a source gives whole rollouts"
+    if hasattr(rollouts.sampler, "observe"):
+        return f"the sampler {type(rollouts.sampler).__name__} chooses prompts by the rewards of the rollout before"
     if type(rollouts.selection) is not Everything:
         return f"selection {type(rollouts.selection).__name__} decides by a whole rollout which prompts to play next"
     if getattr(task, "state_dict", dict)():
@@ -51,6 +53,14 @@ def one_by_one(rollouts: Rollouts) -> str | None:
     if "finished" not in signature(play).parameters:
         return "this `play` does not report groups as they are finished"
     return None
+
+
+def load_ahead(ahead: Chain | Pool | None, state: dict[str, Any], learned: int) -> None:
+    """Give the samples ahead of a checkpoint, after `learned` rollouts, to those that play. Raises UserError for none."""
+    if ahead:
+        ahead.load_state_dict(state, learned)
+    elif "flying" in state.get("ahead", {}):
+        raise UserError(MIXED)
 
 
 def check_policy(ahead: Chain | Pool | None, policy: nn.Module) -> None:

@@ -64,3 +64,7 @@ class Clocked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("engine", "eager", "sample")
+        super().__setattr__(name, value) if own else setattr(self.engine, name, value)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from grpo.rollout.staleness import versions_of
 from grpo.rollout.types import Group
 from grpo.system import distributed
 from grpo.system.background import Background, stop_all
-from grpo.system.errors import RolloutError, StopError, error_line
+from grpo.system.errors import RewardError, RolloutError, StopError, UserError, error_line
 from grpo.system.progress import set_progress
 from grpo.system.stopping.stop import Stop
 
@@ -64,31 +65,30 @@ class Pool:
 
     def make(self, r: int, sync: Callable[[], None]) -> Rollout:
         """Return the groups for update r, and issue those of the rollouts up to r + ahead."""
+        set_progress(r, self.plan.num_rollouts)
         if not self.begun:
-            sync()
+            with self.stopped.allowed():
+                sync()
             self.issued, self.begun = max(self.issued, r), True
             self._launch(self.resumed)
         self._issue(r)
+        if not self.flights:
+            raise RolloutError(f"no prompt is left for rollout {r + 1}: lower rollout.num_rollouts")
         self.again, since, count = 0, time.monotonic(), len(self.finished)
         while True:
-            self._exchange()
+            self._exchange(overdue=time.monotonic() - since > self.plan.patience)
             self._resample(r)
             if (keys := for_update(self._waiting(), r, self.plan.prompts)) is not None:
                 return self._handed(keys, r)
             if len(self.finished) != count:
                 since, count = time.monotonic(), len(self.finished)
-            if time.monotonic() - since > self.plan.patience:
-                missing = [key for key in self.flights if key not in self.finished]
-                first, place = missing[0]
-                line = f"{len(missing)} groups, the first is prompt {place} of rollout {first + 1}"
-                raise RolloutError(waited(self.plan.patience, line))
-            with self.changed:
+            with self.stopped.allowed(), self.changed:  # not where groups are in nobody's hands
                 self.changed.wait_for(lambda: self.new or any(worker.failure for worker in self.workers), LOOK)
 
     def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
         """Give the engine the weights after an update; completions under way take them up."""
-        if self.flying or version < self.plan.num_rollouts:
-            with self.clock.waits():
+        if version < self.plan.num_rollouts:
+            with self.clock.waits() if self.flying else nullcontext():
                 sync()
 
     @property
@@ -121,23 +121,23 @@ class Pool:
         finished = [
             [list(key), self.flights[key].begun, seconds, group] for key, (group, seconds) in self.finished.items()
         ]
+        flying = [[list(f.key), f.example, f.tries] for f in self.flights.values() if f.key not in self.finished]
         try:
-            to_plain(finished, Tensors(), "rollout")
+            to_plain([finished, flying], Tensors(), "rollout")
         except TypeError as error:
-            log.warning("the checkpoint has no samples ahead, they are sampled again with newer weights: %s", error)
-            finished = []
-        kept = {tuple(key) for key, *_ in finished}
-        flying = [[list(f.key), f.example, f.tries] for f in self.flights.values() if f.key not in kept]
+            log.warning(
+                "a checkpoint cannot keep what is sampled ahead, so a resumed run lacks these prompts: %s", error
+            )
+            finished = flying = []
         return {"ahead": {"plan": self.plan, "issued": self.issued, "finished": finished, "flying": flying}}
 
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
         """Take the groups from a checkpoint after `learned` rollouts, if they were made with the same plan."""
         kept = state.get("ahead") or {}
-        if "flying" not in kept or not same_samples(kept["plan"], self.plan):
-            if "flying" in kept:
-                log.warning(
-                    "the rollouts ahead of the checkpoint belong to other settings of rollout: they are not used"
-                )
+        if "flying" not in kept:
+            return
+        if not same_samples(kept["plan"], self.plan):
+            log.warning("the rollouts ahead of the checkpoint belong to other settings of rollout: they are not used")
             return
         self.issued = kept["issued"]
         for key, begun, seconds, group in kept["finished"]:
@@ -150,8 +150,8 @@ class Pool:
     def _issue(self, r: int) -> None:
         """Issue the rollouts up to r + ahead."""
         while self.issued < min(r + self.plan.ahead + 1, self.plan.num_rollouts):
-            examples = self.rollouts.sampler.draw(self.issued, self.plan.prompts, 0)
             set_progress(self.issued, self.plan.num_rollouts)
+            examples = self.rollouts.sampler.draw(self.issued, self.plan.prompts, 0)
             self._launch([Flight((self.issued, place), example, r) for place, example in enumerate(examples)])
             self.issued += 1
 
@@ -179,20 +179,30 @@ class Pool:
         with distributed.by_itself(), self.rollouts.while_sampling(), on_disk(failed):
             examples, places = [flight.example for flight in flights], [flight.key[1] for flight in flights]
             mine = replace(self.rollouts, engine=engine, play=play)
-            mine.one_round(r, examples, places, self.plan.group_size)
+            try:
+                mine.one_round(r, examples, places, self.plan.group_size)
+            except RolloutError as error:
+                if isinstance(error, RewardError):
+                    raise
+                log.debug(
+                    "%s", error
+                )  # all environments of these few groups failed: an update judges all of its groups
 
-    def _exchange(self, raises: bool = True) -> None:
-        """Take the groups that all ranks have finished. Raises the failure of a thread, or StopError, on all ranks."""
+    def _exchange(self, raises: bool = True, overdue: bool = False) -> None:
+        """Take the groups that all ranks have finished. Raises the failure of a thread, StopError, or RolloutError if nothing was
+        finished for too long, on all ranks. overdue: whether that is so on this one."""
         with self.changed:
             new, self.new = self.new, []
         failures = [worker.failure for worker in self.workers if worker.failure]
         self.workers = [worker for worker in self.workers if not worker.future.done() or worker.failure]
-        failed = (
-            [str(failures[0]) if isinstance(failures[0], RolloutError) else error_line(failures[0])] if failures else []
-        )
+        saves, line = bool(failures) and isinstance(failures[0], RolloutError), None
+        if failures:
+            line = str(failures[0]) if saves else error_line(failures[0])
+        elif overdue and not new:
+            line, saves = waited(self.plan.patience, self._missing()), True
         with distributed.in_play():
             gathered = distributed.all_gather(
-                [(new, failed, self.stopped.why if distributed.world_size() > 1 else None)]
+                [(new, line, saves, self.stopped.why if distributed.world_size() > 1 else None)]
             )
         for news, *_ in gathered:
             self.finished |= {key: (group, seconds) for key, group, seconds in news}
@@ -200,11 +210,15 @@ class Pool:
             return
         if failures:
             raise failures[0]
-        for _, lines, why in gathered:
-            if lines:
-                raise RolloutError(f"another rank: {lines[0]}")
+        for _, line, saves, why in gathered:
+            if line:  # a checkpoint is written by all ranks, or by none
+                raise RolloutError(line) if saves else UserError(f"another rank: {line}")
             if why:
                 raise StopError(why)
+
+    def _missing(self) -> str:
+        missing = [key for key in self.flights if key not in self.finished]
+        return f"{len(missing)} groups, the first is prompt {missing[0][1]} of rollout {missing[0][0] + 1}"
 
     # -- what is handed over
 
@@ -233,11 +247,14 @@ class Pool:
         return r - min(versions_of(group, r), default=r) > self.plan.bound
 
     def _handed(self, keys: list[Key], r: int) -> Rollout:
-        """Return the groups of these keys as the rollout of update r."""
-        taken = [(self.flights.pop(key), *self.finished.pop(key)) for key in keys]
-        groups = [group for _, group, _ in taken]
+        """Return the groups of these keys as the rollout of update r. Raises RolloutError if all environments failed."""
+        groups, seconds = zip(*(self.finished[key] for key in keys), strict=True)
+        trajectories = [sample.trajectory for group in groups for sample in group]
+        if all(trajectory.failed for trajectory in trajectories):
+            ended = f"the environment failed in all {len(trajectories)} episodes"
+            raise RolloutError(f"{ended}; the first: {trajectories[0].error}; fix it, or raise step_timeout", groups)
         self.late = sum(self._is_late(group, r) for group in groups)
-        if observe := getattr(self.rollouts.sampler, "observe", None):
-            observe([(group[0].example, [sample.reward for sample in group]) for group in groups])
         scored = self.rollouts.algorithm.shaped(scores(groups))
-        return Rollout(groups, scored, groups, scored, 1, r, max(seconds for *_, seconds in taken))
+        for key in keys:
+            del self.flights[key], self.finished[key]
+        return Rollout([*groups], scored, [*groups], scored, 1, r, max(seconds))

@@ -65,12 +65,12 @@ class EvaluationCallback(L.Callback):
     def evaluate(self, **stop: bool) -> Evaluation:
         """Evaluate the present policy. stop: see `Stop.allowed`."""
         rollout, rollouts = self.rollout, self.rollout.rollouts
-        if rollout.ahead:
-            rollout.ahead.settle()
         begun = time.perf_counter()
         failed = Path(rollouts.folder) / "evaluations" / f"{rollout.learned:06d}.failed.parquet"
         slots = rollouts.task, rollouts.engine, rollouts.renderer
         with rollout.stop.allowed("the same command with resume=auto makes the evaluation again", **stop):
+            if rollout.ahead:
+                rollout.ahead.settle()
             rollout.sync()
             rollout.before = rollout.before or everything(rollout.objects)
             with rollouts.while_sampling(), on_disk(failed):

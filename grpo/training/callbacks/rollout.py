@@ -5,7 +5,7 @@ from functools import partial
 
 import lightning as L
 
-from grpo.rollout.ahead.check import check_policy, rollouts_ahead
+from grpo.rollout.ahead.check import check_policy, load_ahead, rollouts_ahead
 from grpo.rollout.collate import collate
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
@@ -66,8 +66,7 @@ class RolloutCallback(L.Callback):
         memory.reset_peak(module.device)
         self.started, self.syncing = time.perf_counter(), 0.0
         if self.ahead:
-            with self.stop.allowed():
-                rollout = self.ahead.make(batch.rollout, self.sync)
+            rollout = self.ahead.make(batch.rollout, self.sync)
         else:
             with self.stop.allowed():
                 self.sync()
@@ -134,5 +133,4 @@ class RolloutCallback(L.Callback):
     def load_state_dict(self, state: dict) -> None:
         self.learned = self.batches.start = state["rollouts"]
         set_everything(self.objects, state)
-        if self.ahead:
-            self.ahead.load_state_dict(state, self.learned)
+        load_ahead(self.ahead, state, self.learned)
