@@ -324,7 +324,9 @@ def test_threads_share_an_adapter_that_is_not_replaced_under_them(lora, monkeypa
     call = PROMPTS, Sampling(20, vllm={"ignore_eos": True}), range(3)
     alone = engine.sample(*call)
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda _: engine.sample(*call), range(2))) == [alone] * 2
+        for found in pool.map(lambda _: engine.sample(*call), range(2)):  # roundings depend on the batch here
+            assert [done.ids for done in found] == [done.ids for done in alone]
+            assert gap(model, PROMPTS, found) < 1e-5
     assert {v for done in alone for v in done.versions} == {3} and gap(model, PROMPTS, alone) < 1e-5
 
     line = "VLLMSharedEngine takes no new weights while it samples"

@@ -119,11 +119,9 @@ class Turns:
 
     def _fail(self, error: BaseException) -> None:
         """Drop the requests of all calls, and let each of them raise the error."""
-        reason = (
-            error if isinstance(error, Exception) else RuntimeError(f"a thread ended in a step of vLLM ({error!r})")
-        )
+        why = error if isinstance(error, Exception) else RuntimeError(f"a thread ended in a step of vLLM: {error!r}")
         for call in {call for call, _ in self._owners.values()}:
-            call.error = reason
+            call.error = why
             self._drop(call, {*call.names})
 
     def _drain(self) -> None:

@@ -29,7 +29,7 @@ STOPPING = 15.0  # seconds that a stopped run waits for the rollout in play, whi
 
 
 class Chain:
-    """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout may change. halt: whether to end.
+    """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout changes. halt: whether to end.
 
     With order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With ahead=1 the trainer's
     thread gives them between two rollouts. Beyond that, each version is copied on the policy's device, and the thread that plays
