@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from conftest import ROOT
 
 BEGIN = """
@@ -57,6 +58,7 @@ def test_a_program_that_loads_ends_although_its_main_thread_is_in_c():
     assert code == 75 and said == "stopped by SIGTERM before the training: the same command begins again\n"
 
 
+@pytest.mark.slow
 def test_an_exception_that_a_library_swallows_is_raised_again():
     program = """
 stop = Stop()
@@ -78,6 +80,7 @@ except ValueError as error:
     assert said == "SIGUSR1: the run ends now; the same command with resume=auto plays the rollout again\n"
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_process_that_is_in_c():
     program = "stop = Stop()\nstop.listen()\nwith stop.allowed():\n    in_c()"
     code, _, said = ended(program, signal.SIGTERM, signal.SIGUSR1)
