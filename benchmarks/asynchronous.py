@@ -57,11 +57,11 @@ def evaluations_aside() -> Iterator[None]:
 
     evaluate = EvaluationCallback.evaluate
 
-    def aside(callback):
+    def aside(callback, **stop):
         engine, here = callback.rollout.engine, threading.get_ident()
         engine.aside.add(here)
         try:
-            return evaluate(callback)
+            return evaluate(callback, **stop)
         finally:
             engine.aside.discard(here)
 
