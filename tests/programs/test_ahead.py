@@ -14,7 +14,7 @@ from conftest import TEST_PATH, preset
 from helpers.programs import command
 from helpers.runs import VARIED, learned, state
 from helpers.runs import rows as all_rows
-from helpers.slots import Apart, Halves, Varied
+from helpers.slots import Apart, Halves, Streams, Varied
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
@@ -158,6 +158,22 @@ class Breaking(Varied):
         return super().score(example, trajectory)
 
 
+class Once(Breaking):
+    """Fails once. A rollout that was played again would find the grader mended."""
+
+    def score(self, example, trajectory):
+        try:
+            return super().score(example, trajectory)
+        finally:
+            type(self).most = 1000 if self.calls > self.most else self.most
+
+
+def test_a_failure_in_the_thread_does_not_vanish(run):
+    Once.calls, Once.most = 0, 9
+    with pytest.raises(RolloutError, match="the grader is gone"):
+        run("rollout.num_rollouts=4", "callbacks=[checkpoint]", task={**VARIED, "_target_": "test_ahead.Once"})
+
+
 @pytest.mark.slow
 def test_what_fails_in_the_thread_is_raised_where_it_is_needed(run, tmp_path, monkeypatch):
     """It is raised at that point: the evaluation and the checkpoint before it are still made."""
@@ -211,6 +227,17 @@ def test_weights_that_are_taken_in_flight_are_given_at_once(run):
     told = run("rollout.num_rollouts=3", "rollout.order=ready", engine="InFlight")
     assert InFlight.loads == [0, 1, 2] and InFlight.sampled == [0, 0, 1, 1, 2]
     assert [row["rollout/staleness"] for row in told] == [0, 0.5, 0.5]
+
+
+class Quick(Streams):
+    """Takes weights in flight, and samples for one rollout at a time."""
+
+    concurrent = False
+
+
+def test_an_engine_that_is_faster_than_the_update_gets_every_version(run):
+    told = run("rollout.num_rollouts=5", "rollout.order=ready", engine="Quick")
+    assert Quick.loads == [0, 1, 2, 3, 4] and all(row["rollout/staleness_max"] <= 1 for row in told)
 
 
 def test_staleness_counts_each_token():

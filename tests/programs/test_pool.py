@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import lightning as L
 import pandas as pd
@@ -11,6 +12,10 @@ from helpers.runs import learned
 from helpers.slots import Halves, Talk
 
 from grpo.env.messages import Message
+from grpo.rollout.ahead.check import one_by_one
+from grpo.rollout.draw import Everything
+from grpo.rollout.episodes import play
+from grpo.rollout.selection import Dynamic
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
 
@@ -134,9 +139,30 @@ def test_a_resumed_run_loses_nothing(run, order, tmp_path):
     ]
     assert Counter(pd.concat(learned_from).groupby("example").size()) == {2: 12}
     assert not list((tmp_path / "rest" / "discarded").glob("*"))
+    if order == "ready":
+        with pytest.raises(UserError, match=r"in flight: resume with rollout.order=ready"):
+            run("rollout.ahead=3", f"ckpt_path={tmp_path / 'crashed'} resume.changes=allow", folder="other")
     if order == "exact":
         _, whole = run(settings, folder="whole")
         assert whole.completion.tolist() == pd.concat(learned_from).completion.tolist()
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({}, None),
+        ({"engine": SimpleNamespace(in_flight=True)}, "cannot sample for several rollouts"),
+        ({"sampler": SimpleNamespace(groups=list)}, "a source gives whole rollouts"),
+        ({"sampler": SimpleNamespace(observe=print)}, "chooses prompts by the rewards"),
+        ({"selection": Dynamic()}, "selection Dynamic decides by a whole rollout"),
+        ({"task": SimpleNamespace(state_dict=lambda: {"seen": 1})}, "has a state"),
+        ({"play": lambda task, examples: []}, "does not report groups"),
+    ],
+)
+def test_where_groups_cannot_be_handed_over_one_by_one_a_line_says_why(part, reason):
+    usual = {"engine": SimpleNamespace(in_flight=True, concurrent=True), "sampler": None, "task": None, "play": play}
+    found = one_by_one(SimpleNamespace(**usual | {"selection": Everything()} | part))
+    assert found is reason or reason in found
 
 
 def test_what_cannot_be_ahead_is_refused(run):
