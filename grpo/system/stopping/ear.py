@@ -34,6 +34,9 @@ class Ear:
 
     def listen(self, listener: Listener | None) -> Listener | None:
         """Let another one listen, and return the one before. Only the main thread may call this."""
+        if self.ends:
+            with suppress(BlockingIOError, TimeoutError):  # what came so far was for the one before
+                self.ends[0].recv(4096, socket.MSG_DONTWAIT)
         before, self.listener = self.listener, listener
         if listener and self.ends is None:
             self.ends = socket.socketpair()
