@@ -11,6 +11,9 @@ import time
 import pytest
 from conftest import ROOT
 
+from grpo.system.errors import StopError
+from grpo.system.stopping.stop import Stop
+
 BEGIN = """
 import ctypes, time
 from grpo.system.stopping.stop import Stop, leave_early
@@ -86,6 +89,14 @@ def test_a_second_signal_ends_a_process_that_is_in_c():
     code, _, said = ended(program, signal.SIGTERM, signal.SIGUSR1)
     # by the handler if the main thread was not there yet
     assert code == -signal.SIGUSR1 or (code == 128 + signal.SIGUSR1 and said.endswith("a second signal, SIGUSR1\n"))
+
+
+def test_a_group_of_exceptions_is_no_disguise():
+    stop = Stop()
+    with pytest.raises(StopError, match="SIGTERM"), stop.allowed():
+        raise ExceptionGroup("of a library", [ExceptionGroup("within", [StopError("SIGTERM")])])
+    with pytest.raises(ExceptionGroup, match="another"), stop.allowed():
+        raise ExceptionGroup("another", [ValueError("x")])
 
 
 def test_a_server_that_does_not_answer_holds_nothing_up():

@@ -138,8 +138,9 @@ class Stop:
         self.place, whole = Place(later, saves, time.monotonic()), False
         try:
             self.at_once = distributed.world_size() == 1 or not saves
-            self.end_here()
-            yield
+            with unwrapped():
+                self.end_here()
+                yield
             whole = True
         finally:
             self.at_once = False
@@ -220,10 +221,11 @@ def together(work: Callable[[], list[T]]) -> list[T]:
     reason, mine = None, []
     if main and isinstance(stop, Stop) and stop.place and stop.place.saves:
         try:
-            stop.at_once = True
-            stop.end_here()
-            mine = work()
-            stop.at_once = False
+            with unwrapped():
+                stop.at_once = True
+                stop.end_here()
+                mine = work()
+                stop.at_once = False
         except StopError as error:
             stop.at_once, reason = False, error.reason
     else:
@@ -234,6 +236,20 @@ def together(work: Callable[[], list[T]]) -> list[T]:
     if reason := next((reason for reason, _ in gathered if reason), None):
         raise StopError(reason)
     return [item for _, items in gathered for item in items]
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise a StopError that leaves a `with` block in a group of exceptions, as asynchronous libraries wrap it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        inner = group.subgroup(StopError)
+        while isinstance(inner, BaseExceptionGroup):
+            inner = inner.exceptions[0]
+        if inner is not None:
+            raise inner from None
+        raise
 
 
 def wake() -> None:
