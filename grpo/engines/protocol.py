@@ -52,6 +52,7 @@ class Engine(Protocol):
     apart: True if its weights do not share memory with the policy's, so that it may sample while the policy learns.
     shared_bytes: of its weights that are the policy's own; 0 before the first load.
     in_flight: True if it takes new weights from another thread while it samples, and reports which weights drew each token.
+    concurrent: True if several threads may call `sample` at once, and each completion has its `versions`.
     unwanted: the server sets it to a set before each call, and adds prompts whose completions nobody needs: they may end early.
     fit(room): called before the first load with what the run leaves of a GPU; the engine chooses how much it takes.
     sleep(): called before an update; frees the memory that it can spare until the next load or sample.

@@ -59,7 +59,6 @@ class Pool:
         self.finished: dict[Key, tuple[Group, float]] = {}  # of these, with the seconds that they took
         self.new: list[tuple[Key, Group, float]] = []  # finished here, and not yet exchanged
         self.workers: list[Background] = []
-        self.resumed: list[Flight] = []
         self.begun, self.again, self.late = False, 0, 0
         self.changed = threading.Condition()
 
@@ -70,7 +69,7 @@ class Pool:
             with self.stopped.allowed():
                 sync()
             self.issued, self.begun = max(self.issued, r), True
-            self._launch(self.resumed)
+            self._launch([flight for key, flight in self.flights.items() if key not in self.finished])
         self._issue(r)
         if not self.flights:
             raise RolloutError(f"no prompt is left for rollout {r + 1}: lower rollout.num_rollouts")
@@ -116,19 +115,18 @@ class Pool:
         stop_all(self.workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished groups, and the ones that are to be issued again, for a checkpoint."""
+        """Return the finished groups, and the keys of those that are to be issued again, for a checkpoint."""
         self._exchange(raises=False)
         finished = [
-            [list(key), self.flights[key].begun, seconds, group] for key, (group, seconds) in self.finished.items()
+            [*key, self.flights[key].begun, self.flights[key].tries, *made] for key, made in self.finished.items()
         ]
-        flying = [[list(f.key), f.example, f.tries] for f in self.flights.values() if f.key not in self.finished]
         try:
-            to_plain([finished, flying], Tensors(), "rollout")
+            to_plain(finished, Tensors(), "rollout")
         except TypeError as error:
-            log.warning(
-                "a checkpoint cannot keep what is sampled ahead, so a resumed run lacks these prompts: %s", error
-            )
-            finished = flying = []
+            log.warning("the checkpoint has no samples ahead, they are sampled again with newer weights: %s", error)
+            finished = []
+        kept = {(r, place) for r, place, *_ in finished}
+        flying = [[*f.key, f.tries] for f in self.flights.values() if f.key not in kept]
         return {"ahead": {"plan": self.plan, "issued": self.issued, "finished": finished, "flying": flying}}
 
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
@@ -140,10 +138,12 @@ class Pool:
             log.warning("the rollouts ahead of the checkpoint belong to other settings of rollout: they are not used")
             return
         self.issued = kept["issued"]
-        for key, begun, seconds, group in kept["finished"]:
-            self.flights[tuple(key)] = Flight(tuple(key), group[0].example, begun)
-            self.finished[tuple(key)] = group, seconds
-        self.resumed = [Flight(tuple(key), example, learned, tries) for key, example, tries in kept["flying"]]
+        for r, place, begun, tries, group, seconds in kept["finished"]:
+            self.flights[r, place] = Flight((r, place), group[0].example, begun, tries)
+            self.finished[r, place] = group, seconds
+        for r, place, tries in kept["flying"]:  # the sampler has no state, or `check` would have refused it
+            example = self.rollouts.sampler.draw(r, self.plan.prompts, 0)[place]
+            self.flights[r, place] = Flight((r, place), example, learned, tries)
 
     # -- what is in flight
 

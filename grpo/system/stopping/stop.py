@@ -138,7 +138,7 @@ class Stop:
         self.place, whole = Place(later, saves, time.monotonic()), False
         try:
             self.at_once = distributed.world_size() == 1 or not saves
-            with unwrapped():
+            with out_of_groups():
                 self.end_here()
                 yield
             whole = True
@@ -221,7 +221,7 @@ def together(work: Callable[[], list[T]]) -> list[T]:
     reason, mine = None, []
     if main and isinstance(stop, Stop) and stop.place and stop.place.saves:
         try:
-            with unwrapped():
+            with out_of_groups():
                 stop.at_once = True
                 stop.end_here()
                 mine = work()
@@ -239,7 +239,7 @@ def together(work: Callable[[], list[T]]) -> list[T]:
 
 
 @contextmanager
-def unwrapped() -> Iterator[None]:
+def out_of_groups() -> Iterator[None]:
     """Raise a StopError that leaves a `with` block in a group of exceptions, as asynchronous libraries wrap it."""
     try:
         yield
