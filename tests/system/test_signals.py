@@ -18,11 +18,12 @@ BEGIN = """
 import ctypes, time
 from grpo.system.stopping.stop import Stop, leave_early
 def in_c():
-    print("begins", flush=True)
-    mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+    mutex, libc, words = (ctypes.c_char * 64)(), ctypes.CDLL(None), ["begins"]
     libc.pthread_mutex_lock(mutex)
     while True:
         try:  # for ever: it goes on after a signal, and no handler of Python's runs
+            if words:
+                print(words.pop(), flush=True)
             libc.pthread_mutex_lock(mutex)
         except BaseException:  # of a signal that came before the lock
             pass
