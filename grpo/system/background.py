@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-import torch
-
 T = TypeVar("T")
 GRACE = 5.0  # seconds to wait for threads that are asked to end
 
@@ -17,12 +15,16 @@ class Background(Generic[T]):
     """A call in a daemon thread, which does not keep the program from ending. The thread uses this thread's GPU."""
 
     def __init__(self, make: Callable[[], T], name: str = "rollout") -> None:
+        import torch  # eval.py compare= imports this module, and must not wait for torch
+
         self.future: Future[T] = Future()
         self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = threading.Thread(target=self._run, args=(make,), name=name, daemon=True)
         self.thread.start()
 
     def _run(self, make: Callable[[], T]) -> None:
+        import torch
+
         try:
             if self.device is not None:
                 torch.cuda.set_device(self.device)  # a new thread has GPU 0

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from grpo.system.deadline import leave
-from grpo.system.errors import LostRank, UserError
+from grpo.system.errors import LostRank, StopError, UserError
 
 LOOK = 1.0  # seconds between two looks at the process table
 CONFIRM = 2.0  # seconds after which a rank that is gone counts as lost, unless this one has finished too
@@ -67,6 +67,7 @@ class Siblings:
 
     def __init__(self, limit: float) -> None:
         self.limit, self.line = limit, ""
+        self.asked: Callable[[], str | None] = lambda: None  # the signal that ends the run, if one has come
         self.ranks: dict[int, Sibling] = {}
         self.lost, self.over, self.raised = threading.Event(), threading.Event(), threading.Event()
 
@@ -89,7 +90,7 @@ class Siblings:
         except Exception as error:
             self.raised.set()
             if isinstance(error, LostRank) or (not isinstance(error, UserError) and self.lost.wait(3 * CONFIRM)):
-                raise LostRank(self.line) from error
+                raise self.loss() from error
             if isinstance(error, RuntimeError) and LATE.search(str(error)):
                 raise LostRank(self.late()) from error
             raise
@@ -100,7 +101,15 @@ class Siblings:
 
     def _wake(self, *_: Any) -> None:
         if not self.raised.is_set():
-            raise LostRank(self.line)
+            raise self.loss()
+
+    def loss(self) -> UserError:
+        """Return the error of a lost rank; where the run was asked to end, that rank has only been quicker."""
+        if not (why := self.asked()):
+            return LostRank(self.line)
+        error = StopError(why)
+        error.saves = False  # all ranks write a checkpoint, or none
+        return error
 
     def _watch(self) -> None:
         while not self.over.wait(LOOK):
@@ -111,7 +120,7 @@ class Siblings:
                 self.lost.set()
                 signal.pthread_kill(threading.main_thread().ident, WAKE)
                 time.sleep(GRACE)
-                leave(self.line, LostRank.exit_code)
+                leave(str(error := self.loss()), error.exit_code)
 
     def late(self) -> str:
         """Return a line about a collective that waited too long, after `suspects`."""

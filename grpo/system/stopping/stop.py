@@ -74,6 +74,8 @@ class Stop:
         from grpo.system import distributed  # imports torch
 
         self.store = distributed.own_store()
+        if siblings.watching:
+            siblings.watching.asked = lambda: self.why
         on_signals(self.note, self)
 
     @contextmanager
