@@ -150,9 +150,9 @@ class Sizes:
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
         teacher = module.teacher.own() if hasattr(module, "teacher") else []
-        kept = (
+        versions = (
             plan.ahead if plan.order == "exact" and plan.ahead > 1 else 0
-        )  # versions of the trained weights, see Chain
+        )  # that wait for their rollout, see Chain
         held = [*model, *learned, *gradients, *copies, *teacher]
         mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight
@@ -181,7 +181,7 @@ class Sizes:
             Part("masters", masters, lora, host=optim.offload),
             Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
             Part("reference", bytes_of(copies) // of_device, lora),
-            Part("copies", kept * bytes_of(p for p in policy.parameters() if p.requires_grad), "rollout.ahead=1"),
+            Part("copies", versions * bytes_of(p for p in policy.parameters() if p.requires_grad), "rollout.ahead=1"),
             Part("teacher", bytes_of(teacher), "teacher.model.dtype=bfloat16"),
             Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
             Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),

@@ -114,8 +114,8 @@ class Chain:
         if keeps and self.worker:
             self.issued = min(self.issued, self.next + 1)
             self._wait(lambda: self.next >= self.issued, raises=False, limit=STOPPING)
-        if self.worker:
-            self.worker.stop()
+        if worker := self.worker:  # the thread may set it to None meanwhile
+            worker.stop()
         self.stopped = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -181,12 +181,12 @@ class Pool:
             mine = replace(self.rollouts, engine=engine, play=play)
             try:
                 mine.one_round(r, examples, places, self.plan.group_size)
-            except RolloutError as error:
-                if isinstance(error, RewardError):
-                    raise
-                log.debug(
-                    "%s", error
-                )  # all environments of these few groups failed: an update judges all of its groups
+            except RewardError:
+                raise
+            except (
+                RolloutError
+            ) as error:  # all environments of these few groups failed: `_handed` judges those of an update
+                log.debug("%s", error)
 
     def _exchange(self, raises: bool = True, overdue: bool = False) -> None:
         """Take the groups that all ranks have finished. Raises the failure of a thread, StopError, or RolloutError if nothing was

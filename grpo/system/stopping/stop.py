@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-AGAIN = (
-    signal.SIGURG
-)  # calls `note` in the main thread, and ends its waits; a process that does not expect it ignores it
+AGAIN = signal.SIGURG  # calls `note` in the main thread, and ends its waits; who does not expect it ignores it
 AGAIN_PLAYED = "the same command with resume=auto plays the rollout again"
 KEY = "grpo/stop"  # in torch's store: why the run ends
 SWALLOWED = 2.0  # seconds after which StopError is raised again, since a library may have caught it
