@@ -150,9 +150,8 @@ class Sizes:
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
         teacher = module.teacher.own() if hasattr(module, "teacher") else []
-        versions = (
-            plan.ahead if plan.order == "exact" and plan.ahead > 1 else 0
-        )  # that wait for their rollout, see Chain
+        # versions of the trained weights that wait for their rollout, see `Chain`
+        versions = plan.ahead if plan.order == "exact" and plan.ahead > 1 else 0
         held = [*model, *learned, *gradients, *copies, *teacher]
         mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight

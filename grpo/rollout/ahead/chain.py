@@ -14,6 +14,7 @@ from torch import nn
 
 from grpo.rollout.ahead.clock import Clocked, IdleClock
 from grpo.rollout.ahead.order import ages_of
+from grpo.rollout.engine_queue import where
 from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.background import Background
@@ -244,8 +245,6 @@ MIXED = (
 
 def waited(seconds: float, what: str) -> str:
     """Return a line about a wait that was too long, with what the open episodes wait for."""
-    from grpo.rollout.engine_queue import where
-
     line = f"no group was finished for rollout.patience={seconds:g} s: the policy waits for {what}"
     return f"{line} ({where()}); resume=auto continues the run"
 

@@ -183,9 +183,8 @@ class Pool:
                 mine.one_round(r, examples, places, self.plan.group_size)
             except RewardError:
                 raise
-            except (
-                RolloutError
-            ) as error:  # all environments of these few groups failed: `_handed` judges those of an update
+            except RolloutError as error:
+                # all environments of these few groups failed: `_handed` judges those of a whole update
                 log.debug("%s", error)
 
     def _exchange(self, raises: bool = True, overdue: bool = False) -> None:

@@ -24,7 +24,7 @@ class RolloutCallback(L.Callback):
 
     The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The states of random generators and
     of the user's objects are saved with it. With rollout.ahead others are played during the update. stop: whether the run should
-    end; it does so before a rollout or, on one device, in the middle of one, which a resumed run plays again.
+    end; it does so before a rollout or in the middle of one, which a resumed run plays again.
     """
 
     def __init__(self, rollouts: Rollouts, stop: Stop | None = None) -> None:
