@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from grpo.runs.runs import load
 from grpo.system.errors import UserError
+from grpo.system.output.pipe import quiet_pipe
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        with quiet_pipe():
+            main(sys.argv[1:])
     except UserError as error:
         sys.exit(f"error: {error}")

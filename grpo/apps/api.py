@@ -24,7 +24,6 @@ from grpo.config.foreign import ARGUMENTS, SETTINGS, known_elsewhere
 from grpo.config.objects import placed
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
-from grpo.system.settings import flat
 
 if TYPE_CHECKING:  # `import grpo` needs no torch
     from torch import nn
@@ -136,7 +135,7 @@ def callback_values(callbacks: Any) -> dict[str, Any]:
 def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments of the command line with these values, and the objects, which cannot be written there, by key."""
     words, objects = [], {}
-    for key, value in flat({SHORT.get(name, name): value for name, value in values.items()}).items():
+    for key, value in by_key(values):
         if not is_plain(value):
             objects[key] = value
             if key in PLACEHOLDER:
@@ -151,6 +150,17 @@ def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return words, objects
 
 
+def by_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that values set. A dictionary sets those of its section; below a section it is one value, as {"correct": 1}
+    of task.weights, unless it has objects."""
+    for name, value in values.items():
+        key = SHORT.get(name, name)
+        if not isinstance(value, Mapping) or (is_plain(value) and ("." in key or key == "compare")):
+            yield key, value
+        else:
+            yield from by_key({f"{key}.{inner}": below for inner, below in value.items()})
+
+
 def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfig:
     """Return the configuration. Raises UserError if an object has a key that belongs to no group of it, as reward_funcs=f."""
     for key in objects.keys() - {"tokenizer"}:
@@ -161,8 +171,8 @@ def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfi
 
 def is_plain(value: Any) -> bool:
     """Return whether a configuration can hold a value."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
+    if isinstance(value, list | tuple | Mapping):
+        return all(map(is_plain, value.values() if isinstance(value, Mapping) else value))
     return value is None or isinstance(value, bool | int | float | str | PathLike)
 
 

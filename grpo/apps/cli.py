@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.apps.sweep import sweep
 from grpo.config.composing import composed
-from grpo.config.early import check_early, check_unused
+from grpo.config.early import check_early, check_unused, without_grader
 from grpo.config.explain import chain, explain
 from grpo.config.foreign import known_elsewhere
 from grpo.config.resuming import (
@@ -39,6 +39,7 @@ from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
+from grpo.system.output.pipe import quiet_pipe
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
 from grpo.system.stopping.stop import leave_early
@@ -118,7 +119,8 @@ def one_line_errors(config_name: str) -> Iterator[None]:
     if in_sweep():
         quiet()  # the job may run in a new process
     try:
-        yield
+        with quiet_pipe():
+            yield
     except Exception as error:
         if in_sweep():
             raise  # the sweep continues with the next job, and the sweeper raises this again at the end
@@ -254,6 +256,7 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
         quiet()
         replay(config)
         return None
+    ungraded = without_grader(config)
     shows = not int(rank) and not in_sweep()
     if config.resume.auto and is_over(config):
         if shows:
@@ -267,6 +270,8 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
         chosen = HydraConfig.get().runtime.choices if overrides is None else {}
         what = "".join(f" {group}={chosen[group]}" for group in ("task", "model", "algo") if group in chosen)
         print(f"training{':' if what else ''}{what}, written to {config.output_dir}", flush=True)
+        if ungraded:
+            print(ungraded, flush=True)
     return config
 
 

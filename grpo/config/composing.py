@@ -1,7 +1,7 @@
 """Composes the configuration of a command line from conf/ without running anything."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ def literal(value: Any) -> str:
     """Return a value in Hydra's grammar. A Path is quoted only if it must be."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, Mapping):
+        pairs = [(re.sub(r"([^\w./$%*@?|+-])", r"\\\1", str(name)), literal(inner)) for name, inner in value.items()]
+        return f"{{{','.join(f'{name}:{inner}' for name, inner in pairs)}}}"
     if isinstance(value, PathLike) and re.fullmatch(r"[\w.-]*/[\w./-]+", str(value), re.ASCII):
         return str(value)
     if isinstance(value, str | PathLike):

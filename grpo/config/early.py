@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.composing import CONF
-from grpo.config.validation import needed, no_value
+from grpo.config.validation import arguments, needed, no_value
 from grpo.data.dataset import Dataset, no_column, not_given
 from grpo.data.glance import columns_in
 from grpo.data.rows import head
+from grpo.engines.only_vllm import NOT_APART
+from grpo.objectives.arguments import too_old
 from grpo.rewards.resolve import ALWAYS, SHIPPED, lacks, not_imported, not_in, not_shipped
 from grpo.system.errors import UserError
 
@@ -32,6 +35,12 @@ MODELS = ("model", "teacher.model")
 # a module with these may have names that it does not spell
 DYNAMIC = {"globals", "exec", "vars", "setattr", "__getattr__"}
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
+# the teacher that may read a right sample, and selections that do not read rewards
+ITSELF = "grpo.teachers.privileged.Itself"
+UNGRADED = ("grpo.rollout.draw.Everything", "grpo.teachers.demonstrations.Demonstrations")
+AUTO = "grpo.engines.auto.auto_engine"
+# engines that sample from the policy's own weights
+SHARED = ("grpo.engines.builtin.engine.TransformersEngine", "grpo.engines.vllm.shared.VLLMSharedEngine")
 ANSWER = 5.0  # seconds for the hub to answer
 UNREACHABLE = ("ConnectError", "ConnectTimeout", "ProxyError")  # errors of its client before anything was sent
 
@@ -47,6 +56,7 @@ def check_early(config: DictConfig) -> None:
     ):
         raise UserError(no_value(empty))
     check_parts(config)
+    check_ahead(config)
     check_unused(config)
     check_sources(config)
 
@@ -80,6 +90,39 @@ def check_parts(config: DictConfig) -> None:
     if OmegaConf.select(config, "algo.policy_coef") == 0 and not coef and not weighed:
         line = "algo.policy_coef=0, and no other part of the loss has a weight"
         raise UserError(f"{line}: raise it, algo.teacher.coef or one of algo.imitation")
+
+
+def without_grader(config: DictConfig) -> str:
+    """Give a run whose loss and selection read no reward one that grades nothing, if it has none. Returns a line, or ""."""
+    reads = OmegaConf.select(config, "algo.policy_coef") != 0 or OmegaConf.select(config, "teacher._target_") == ITSELF
+    if (
+        reads
+        or OmegaConf.select(config, "selection._target_") not in UNGRADED
+        or not OmegaConf.is_missing(config.get("task") or {}, "rewards")
+    ):
+        return ""
+    config.task.rewards = "ungraded"
+    measured = "teacher/divergence" if OmegaConf.select(config, "algo.teacher.coef") else "imitation/loss"
+    if OmegaConf.select(config, "callbacks.checkpoint.monitor") == "eval/accuracy":
+        config.callbacks.checkpoint.monitor, config.callbacks.checkpoint.mode = measured, "min"
+    return f"task.rewards=ungraded: no reward is in the loss, and nothing grades the answers; `best` has the least {measured}"
+
+
+def check_ahead(config: DictConfig) -> None:
+    """Raises UserError for rollouts ahead of the update with an engine or an objective that cannot have them, in one line."""
+    if not (ahead := config.rollout.get("ahead")):
+        return
+    lines, algo = [], config.algo
+    engine, surrogate = (OmegaConf.select(config, f"{key}._target_") for key in ("engine", "algo.surrogate"))
+    if str(surrogate).startswith("grpo.") and algo.policy_coef and not algo.correction and algo.old_policy == "trainer":
+        takes = arguments(surrogate).keys()
+        if "rollout_logprobs" not in takes:
+            compares = bool(takes & {"ratio", "log_ratio", "old_logprobs"})
+            lines.append(too_old(f"rollout.ahead={ahead}", compares))
+    if engine in SHARED or (engine == AUTO and find_spec("vllm") is None):
+        lines.append(f"rollout.ahead={ahead} {NOT_APART}")
+    if lines:
+        raise UserError("; and ".join(lines))
 
 
 def check_unused(config: DictConfig) -> None:

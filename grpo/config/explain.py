@@ -63,6 +63,10 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if re.search(r"unexpected keyword argument '(rewards|weights)'", str(error)):
         return OWN_REWARD
     deleted = re.search(r"Could not delete from config. '([^']+)' does not exist", str(error))
+    if deleted and deleted[1].startswith("hydra."):
+        own = composed(config_name, [], return_hydra_config=True)
+        if OmegaConf.select(own, deleted[1], default=own) is None:
+            return f"~{deleted[1]}: it is null here, so there is nothing to leave out: drop this argument"
     if deleted and deleted[1] in known_keys(config_name, arguments):
         return f"~{deleted[1]}: its value is null, and Hydra deletes no null: give {deleted[1]}=0 ~{deleted[1]}"
     if deleted:
@@ -74,6 +78,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if isinstance(error, InstantiationException):
         where = re.search(r"full_key: (\S+)", str(error))
         reason = f"{where[1]}: {error.__cause__}" if where and error.__cause__ else str(error)
+        extra = re.search(r"unexpected keyword argument '(\w+)'", reason)
+        if extra and (elsewhere := known_elsewhere(extra[1])):
+            return f"{where[1] if where else extra[1]} has no {extra[1]!r}; {elsewhere}"
         lacks = any(isinstance(cause, ModuleNotFoundError) for cause in causes)
         guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
         return f"{one_line(reason)} ({guess})"

@@ -69,11 +69,15 @@ def plain_name(name: str) -> str:
 def known_elsewhere(name: str, headers: tuple[str, ...] = SETTINGS) -> str | None:
     """Return what a setting of other systems is here, in one line; None if no table has the name.
 
-    name: a key, a flag or an argument. A dotted one that no table has is looked up by its last part, and as `FIRST.*`.
+    name: a key, a flag or an argument. One that no table has is looked up by its last part, as `FIRST.*`, and as the last part of
+    a name in a table.
     """
     name, table = plain_name(name), tables(headers)
     group, _, last = name.rpartition(".")
-    found = next((table[each] for each in (name, last, f"{group}.*") if each in table), [])
+    short = [
+        row for rows in table.values() for row in rows if row.name.endswith(f".{last}")
+    ]  # written without its section
+    found = next((table[each] for each in (name, last, f"{group}.*") if each in table), short)
     by_answer = {row.here: row for row in reversed(found)}  # systems that agree are one
     lines = [row.line() for row in reversed(by_answer.values())]
     return f"{'; '.join(lines[:2])}; docs/migration.md has all" if lines else None

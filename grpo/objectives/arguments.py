@@ -62,6 +62,14 @@ def function_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def too_old(cause: str, compares: bool) -> str:
+    """Return the line about samples of an older policy that an objective takes as the policy's own. cause: the setting that makes
+    them old. compares: whether the ratio could compare with the policy that sampled."""
+    line = f"{cause}: the samples are older than the policy, and this objective takes them as its own"
+    bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
+    return f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)"
+
+
 def function_of(axis: str, value: Any, kind: Any) -> Any:
     """Return the function that a value of the axis names, if it is a text that names one; else the value. kind: a union of the
     axis's own words and FunctionName."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.arguments import OF_TOKENS, call, named, parameters
+from grpo.objectives.arguments import OF_TOKENS, call, named, parameters, too_old
 from grpo.objectives.axes import clip_bounds, kl_in_reward
 from grpo.objectives.loss import policy_log_ratio, token_weights
 from grpo.objectives.teaching import Teaching
@@ -132,9 +132,7 @@ def check_age(a: Algorithm, cause: str) -> None:
     takes = parameters(a.surrogate).keys()
     compares = takes & {"ratio", "log_ratio", "old_logprobs"}
     if a.correction is None and "rollout_logprobs" not in takes and not (compares and a.old_policy == "rollout"):
-        bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
-        line = f"{cause}: the samples are older than the policy, and this objective takes them as its own"
-        raise UserError(f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)")
+        raise UserError(too_old(cause, bool(compares)))
 
 
 def advice(a: Algorithm) -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""The time that the checks of a run may take: a share of the planned run, known better with each measurement."""
+"""The time that the checks of a run aim at: a share of the planned run, known better with each measurement."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo.system import distributed
@@ -22,7 +23,7 @@ class Allowance:
 
     @property
     def seconds(self) -> float:
-        """The seconds that all checks together may take."""
+        """The seconds that all checks together aim to take: they choose by it how much they compare."""
         if self.fixed is not None:
             return self.fixed
         return max(LEAST, SHARE * self.rollouts * (self.rollout + self.update))
@@ -32,9 +33,11 @@ class Allowance:
         spent = time.perf_counter() - self.begun
         return share * max(0.0, min(distributed.all_gather([self.seconds - spent])))
 
-    def line(self) -> str:
-        """Return the seconds that were spent and allowed, in words."""
-        return f"{time.perf_counter() - self.begun:.1f} s of at most {self.seconds:.1f} s"
+    def line(self, parts: Mapping[str, float]) -> str:
+        """Return the seconds that were spent and aimed at, in words, with the longest of the parts if they are more."""
+        spent, longest = time.perf_counter() - self.begun, max(parts, key=parts.get)
+        over = f"; the longest part: {longest}, {parts[longest]:.1f} s" if spent > self.seconds else ""
+        return f"{spent:.1f} s, aimed at {self.seconds:.1f} s{over}"
 
 
 def slowest(seconds: float) -> float:

@@ -59,6 +59,7 @@ class PreflightCallback(L.Callback):
         self.parts: list[Part] = []
         self.verdicts: dict[str, Checked] = {}
         self.plan: RunPlan | None = None
+        self.start = 0.0  # seconds until the engine had the weights
         self.noted: Callable[[], None] = lambda: None
 
     def facts(self) -> dict[str, Any]:
@@ -87,7 +88,9 @@ class PreflightCallback(L.Callback):
         try:
             with trainer.precision_plugin.forward_context(), allowed:
                 if checks:
+                    begun = time.perf_counter()
                     self.rollout.sync()
+                    self.start = time.perf_counter() - begun
                 for name, check in checks.items():
                     self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
                     self.rollout.rounding = vars(probe).get("bound")
@@ -107,7 +110,8 @@ class PreflightCallback(L.Callback):
     def show_plan(self, probe: Probe) -> None:
         """Print the time of the checks and of the plan, and the plan."""
         if self.verdicts:
-            Console().print(f"preflight: {probe.allowance.line()}", soft_wrap=True, highlight=False)
+            parts = {"the engine's start": self.start} | {name: v.seconds for name, v in self.verdicts.items()}
+            Console().print(f"preflight: {probe.allowance.line(parts)}", soft_wrap=True, highlight=False)
         for line in self.plan.lines():
             Console().print(line, soft_wrap=True, highlight=False)
 

@@ -7,8 +7,11 @@ from contextlib import suppress
 from grpo.report import SAMPLES, write_report
 from grpo.report.serve import serve
 from grpo.system.errors import UserError
+from grpo.system.output.pipe import quiet_pipe
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run the program."""
     words = "Write a run or a sweep as one HTML page for a browser, or show all runs of a folder."
     parser = argparse.ArgumentParser(prog="python -m grpo.report", description=words)
     parser.add_argument("folder", help="folder of a run or of a sweep; with --serve any folder with runs")
@@ -17,13 +20,18 @@ if __name__ == "__main__":
     parser.add_argument("--serve", action="store_true", help="show all runs of the folder at http://127.0.0.1:PORT")
     parser.add_argument("--port", type=int, default=8060, help="port of --serve (default: 8060)")
     given = parser.parse_args()
+    if given.serve:
+        server = serve(given.folder, given.port)
+        print(f"http://127.0.0.1:{server.server_port}/", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    else:
+        print(f"written to {write_report(given.folder, given.out, given.samples)}")
+
+
+if __name__ == "__main__":
     try:
-        if given.serve:
-            server = serve(given.folder, given.port)
-            print(f"http://127.0.0.1:{server.server_port}/", flush=True)
-            with suppress(KeyboardInterrupt):
-                server.serve_forever()
-        else:
-            print(f"written to {write_report(given.folder, given.out, given.samples)}")
+        with quiet_pipe():
+            main()
     except UserError as error:
         sys.exit(f"error: {error}")

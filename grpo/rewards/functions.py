@@ -121,6 +121,11 @@ def environment(outcomes):
     return outcomes
 
 
+def ungraded(completions: Completions, **columns: Any) -> list[float]:
+    """0 for each: nothing is graded. For a run whose loss has no reward, as with algo=opd; its accuracy is 0."""
+    return [0.0] * len(completions)
+
+
 def unique_letters(completions: Completions, **columns: Any) -> list[float]:
     """The number of different characters: a reward that any model can raise, in any language."""
     return [float(len(set(text_of(completion)))) for completion in completions]

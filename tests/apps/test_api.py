@@ -16,6 +16,7 @@ from conftest import EXAMPLES, ROOT, compose_config
 from datasets import Dataset
 from helpers.runs import rows, state
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -187,6 +188,28 @@ def test_a_value_is_the_same_behind_hydras_grammar(value):
     [word], _ = split({"key": value})
     [override] = OverridesParser.create().parse_overrides([word])
     assert override.value() == value and type(override.value()) is type(value) and literal(value) == word[4:]
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "value"),
+    [
+        ({"task.weights": {"correct": 1, "mine.format": 0.5}}, "task.weights", {"correct": 1, "mine.format": 0.5}),
+        ({"task": {"weights": {"my f: x": 2}}}, "task.weights", {"my f: x": 2}),
+        ({"task.weights": {"format": {"schedule": "linear", "from": 0.5, "to": 0}}}, "task.weights.format.to", 0),
+        ({"optim.schedule": {"scheduler_specific_kwargs": {"num_cycles": 2}}}, "optim.schedule.name", "constant_with_warmup"),
+        ({"optim": {"schedule.scheduler_specific_kwargs": {"a": 2}}}, "optim.schedule.scheduler_specific_kwargs.a", 2),
+        ({"rollout.sampling": {"vllm": {"min_tokens": 4}}, "max_tokens": 8}, "rollout.sampling.vllm", {"min_tokens": 4}),
+        ({"eval": {"samples": 4, "sampling.temperature": 1}}, "eval.sampling.temperature", 1),
+        ({"sampler": "staged", "sampler.weight.stages": [{"values": ["it's"]}]}, "sampler.weight.stages", [{"values": ["it's"]}]),
+        ({"algo/advantage": "gdpo", "algo.advantage": {"weights": {"correct": 1}}}, "algo.advantage.weights", {"correct": 1}),
+    ],
+)  # fmt: skip
+def test_a_dictionary_is_the_value_of_a_key_that_is_null_too(values, key, value):
+    words, objects = split(values)
+    config = OmegaConf.to_container(compose_config("output_dir=.", *words), resolve=True)
+    for name in key.split("."):
+        config = config[name]
+    assert config == value and not objects
 
 
 # -- examples/

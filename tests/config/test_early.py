@@ -12,12 +12,14 @@ import pandas as pd
 import pytest
 from conftest import EXAMPLES, ROOT, compose_config
 from huggingface_hub import constants
+from omegaconf import OmegaConf
 
 from grpo.config import early
 from grpo.data.glance import columns_in
 from grpo.rewards.combined import Rewards
 from grpo.rewards.resolve import locate
 from grpo.system.errors import UserError
+from grpo.system.output.pipe import quiet_pipe
 
 MINE = """
 from functools import partial
@@ -72,6 +74,39 @@ def test_the_lines_of_a_mistake(mine, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     assert "already has a run: set hydra.run.dir" in refused(f"output_dir={tmp_path / 'run'}")
+
+
+def test_rollouts_ahead_are_refused_once_with_all_that_is_missing():
+    line = refused("rollout.ahead=2", "engine=transformers")
+    assert line.startswith(
+        "rollout.ahead=2: the samples are older than the policy, and this objective takes them as its"
+    )
+    assert "; and rollout.ahead=2 needs an engine with its own copy of the weights: set engine=vllm or" in line
+    line = refused("rollout.ahead=2", "engine=vllm_server")
+    assert "set algo.old_policy=rollout" in line and "engine" not in line
+    line = refused("rollout.ahead=2", "engine=vllm_shared", "algo/correction=tis")
+    assert line.startswith("rollout.ahead=2 needs an engine") and "older" not in line
+    bare = refused("rollout.ahead=1", "algo/surrogate=reinforce", "algo.level=none", "engine=vllm")
+    assert "set algo/correction=tis" in bare and "old_policy" not in bare  # there is no ratio to compare
+    for fine in ("algo=topr", "algo=vespo", "algo.old_policy=rollout", "algo/correction=tis"):
+        early.check_early(compose_config("output_dir=.", "rollout.ahead=1", "engine=vllm_server", fine))
+
+
+def test_a_loss_without_a_reward_needs_no_reward_function(tmp_path):
+    """Prompts alone are enough to distil; `best` then follows the teacher, since the accuracy is 0."""
+    rows = ("output_dir=.", *ROWS, "teacher.model.path=.")
+    config = compose_config(*rows, "algo=opd")
+    assert early.without_grader(config).startswith("task.rewards=ungraded: no reward is in the loss")
+    assert config.task.rewards == "ungraded"
+    assert (config.callbacks.checkpoint.monitor, config.callbacks.checkpoint.mode) == ("teacher/divergence", "min")
+    early.check_early(config)
+    assert locate("ungraded")(["a", "b"]) == [0.0, 0.0]
+    for reads in (["algo=opd", "algo.policy_coef=1"], ["algo=opd", "selection=dynamic"], ["algo=sdpo"], ["algo=grpo"]):
+        words = [word for word in rows if reads[0] == "algo=opd" or "teacher" not in word]
+        config = compose_config(*words, *reads)
+        assert early.without_grader(config) == "" and OmegaConf.is_missing(config.task, "rewards")
+    config = compose_config(*rows, "algo=opd", "task.rewards=longer")
+    assert early.without_grader(config) == "" and config.task.rewards == "longer"
 
 
 def test_a_model_and_rows_that_are_nowhere_are_named_together(monkeypatch):
@@ -133,6 +168,22 @@ def test_columns_of_a_file_without_its_rows(tmp_path):
     for kind, later in (("jsonl", True), ("json", True), ("csv", False), ("parquet", False)):
         names, may_have = columns_in(tmp_path / f"rows.{kind}")
         assert (names, may_have("b"), may_have("c"), may_have("d")) == (["a", "b"], True, later, False), kind
+
+
+@pytest.mark.parametrize("words", ["train.py --help", "-m grpo.report --help"])
+@pytest.mark.slow
+def test_a_program_whose_reader_has_gone_ends_in_silence(words):
+    """As after `| head -1`: the pipe is closed before the program has written."""
+    program = subprocess.Popen(
+        [sys.executable, *words.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    program.stdout.close()
+    assert program.stderr.read() == "" and program.wait(120) in (0, 141)
+
+
+def test_a_connection_that_is_lost_is_no_closed_terminal(capsys):
+    with pytest.raises(BrokenPipeError), quiet_pipe():
+        raise BrokenPipeError(32, "of a server")
 
 
 @pytest.mark.slow

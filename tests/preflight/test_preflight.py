@@ -698,8 +698,12 @@ def test_the_time_of_the_checks_is_a_share_of_the_run():
     assert known.seconds == pytest.approx(15)  # 5 % of 100 x 3 s
     known.begun -= 9
     assert known.left(1 / 3) == pytest.approx(2, abs=0.1)
+    assert known.line({"a": 8.0, "b": 0.5}) == "9.0 s, aimed at 15.0 s"
     known.begun -= 9
     assert known.left() == 0
+    assert known.line({"the engine's start": 8.04, "b": 0.5}) == (
+        "18.0 s, aimed at 15.0 s; the longest part: the engine's start, 8.0 s"
+    )
 
 
 def test_a_rollout_by_the_seconds_of_two_pieces(probe):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from grpo.engines.only_vllm import NOT_APART
 from grpo.rollout.ahead.chain import MIXED, Chain
 from grpo.rollout.ahead.pool import Pool
 from grpo.rollout.draw import Everything, is_source
@@ -26,9 +27,7 @@ def rollouts_ahead(rollouts: Rollouts, objects: dict[str, Any], stop: Stop) -> C
         line = f"rollout.max_staleness={plan.max_staleness} is below rollout.ahead={plan.ahead}"
         raise UserError(f"{line}, by which samples are old in any case: raise it, or lower rollout.ahead")
     if not getattr(rollouts.engine, "apart", False):
-        line = f"rollout.ahead={plan.ahead} needs an engine with its own copy of the weights"
-        why = "the built-in one and vllm_shared sample from the weights that the update changes"
-        raise UserError(f"{line}: set engine=vllm or engine=vllm_server; {why}")
+        raise UserError(f"rollout.ahead={plan.ahead} {NOT_APART}")
     if plan.order == "exact":
         return Chain(rollouts, objects, stop)
     if reason := one_by_one(rollouts):
