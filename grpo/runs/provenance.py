@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 # the patch has their changes
 OURS = [ROOT / name for name in ("grpo", "tasks", "hydra_plugins", "train.py", "eval.py")]
 PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+# an environment may take the packages of another one
+PYTHON += [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
 FILE = re.compile(r"[^\s'\"\[{,=]+\.py(?=:\w)")  # of FILE.py:NAME
 GIT = 30.0  # seconds for one command of git
 LARGEST = 1_000_000  # bytes of a file that is copied
