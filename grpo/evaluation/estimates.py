@@ -15,13 +15,13 @@ import pandas as pd
 from grpo.env.types import Claim, Example, Task
 from grpo.evaluation.statistics import Estimate, mean_interval
 from grpo.rewards.math.answers import equal
-from grpo.rollout.engine_queue import beside
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.rollout_metrics import conversation, is_conversation
 from grpo.rollout.samples_table import golds
 from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
 from grpo.system.errors import error_line
+from grpo.system.loops import beside
 from grpo.system.metrics import about, name_of_part
 from grpo.system.output.words import plural
 

@@ -27,6 +27,7 @@ import httpx2
 from grpo.env.types import Reward
 from grpo.rewards.combined import text_of
 from grpo.system.errors import UserError
+from grpo.system.output.secrets import bearer
 from grpo.system.ranges import Count, NonNegative, Range, Seconds, Whole
 
 Choices = Mapping[str, Sequence[str]]  # by label
@@ -177,8 +178,7 @@ class Judge:
         UserError for a wrong key, model or address."""
         place = asyncio.get_running_loop(), httpx2.URL(self.url).host
         host = _hosts.setdefault(place, Host(self.concurrency, self.per_minute))
-        key = os.environ.get(self.key_from)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = bearer(self.key_from)
         for attempt in range(self.retries + 1):
             async with host.slots:
                 await host.turn()

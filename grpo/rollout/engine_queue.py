@@ -8,16 +8,16 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from grpo.engines.context import check_context
+from grpo.engines.logprobs import is_logprob
 from grpo.engines.protocol import Engine, Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.tokens import Completion, CompletionLike, completion_of
@@ -29,16 +29,8 @@ from grpo.system.errors import UserError
 if TYPE_CHECKING:  # eval.py compare= must not import transformers
     from grpo.env.renderer import Renderer
 
-T = TypeVar("T")
-CLOSING = 5  # seconds in which environments may close after an error
 Place = tuple[int, int]  # an episode: index of its example, index of its sample
 TOGETHER = 0.005  # seconds in which prompts for an eager engine share a call
-ROUNDING = 1e-3  # of an engine's log-probability, which may come from a 16-bit number
-
-
-def is_logprob(value: float) -> bool:
-    """Return whether a number can be the log-probability of a sampled token."""
-    return -math.inf < value <= ROUNDING
 
 
 def received(engine: Engine, answer: CompletionLike) -> Completion:
@@ -195,33 +187,3 @@ def where() -> str:
     asked = sum(len(queue.asked) for queue in queues) + sum(len(queue.calls) for queue in queues)
     first = f", the first is sample {working[0][1]} of prompt {working[0][0]}" if working else ""
     return f"{len(working)} episodes wait for an environment or a reward{first}; {asked} calls for the engine"
-
-
-def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:
-    """Run the coroutine in a new thread and `serve` in this one, since autocast and CUDA streams belong to a thread.
-
-    Returns the coroutine's result.
-    """
-    loop, result = asyncio.new_event_loop(), Future[T]()
-
-    def run() -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                result.set_result(runner.run(work()))
-        except BaseException as error:
-            result.set_exception(error)
-
-    def cancel() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-
-    thread = threading.Thread(target=run, name="episodes", daemon=True)
-    thread.start()
-    try:
-        serve(thread)
-    except BaseException:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(cancel)
-        thread.join(CLOSING)
-        raise
-    return result.result()

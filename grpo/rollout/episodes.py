@@ -13,13 +13,14 @@ from grpo.engines.protocol import Engine, Sampling
 from grpo.env.renderer import Renderer, message_read, rendered_prompt
 from grpo.env.tokens import Turn
 from grpo.env.types import Action, End, Example, Reward, State, Step, Task, Trajectory
-from grpo.rollout.engine_queue import EngineQueue, beside
+from grpo.rollout.engine_queue import EngineQueue
 from grpo.rollout.environment import Environment
 from grpo.rollout.rewarding import UNKNOWN, Scorer
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
 from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, RolloutError, UserError, error_line
+from grpo.system.loops import beside
 from grpo.system.stopping.stop import together
 
 THREADS = 64  # threads for environments

@@ -1,25 +1,31 @@
 """A teacher behind HTTP (teacher=server): vLLM or `python -m grpo.serve`, asked for the log-probabilities of a prompt's tokens.
 
-A request has one row of token ids. vLLM scores prompts at temperature 1; grpo.serve with its built-in engine at any.
+A request has one row of token ids. vLLM scores prompts at temperature 1; grpo.serve with its built-in engine at any. The servers
+share the rows as those of an engine share prompts (`engines/vllm_server/pool.py`): one that fails is left out until it is back.
 """
 
-import asyncio
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo.engines.vllm_server.http import MODELS, Lost, Refused, RemoteServer
+from grpo.engines.logprobs import is_logprob
+from grpo.engines.vllm_server.http import MODELS, Lost, Refused, RemoteServer, addresses
+from grpo.engines.vllm_server.pool import Pool
+from grpo.engines.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.teaching import Teaching
 from grpo.system.errors import UserError
+from grpo.system.loops import completed
 from grpo.system.ranges import Count, Seconds, enforced
 from grpo.teachers.kinds import REMEDY, Passes, Teacher
 
-PAUSES = 1.0, 2.0, 4.0, None  # seconds after a failure, before the request is sent again; None: no more
+SCORES = "/v1/completions"
+IMPOSSIBLE = -9999.0  # what vLLM writes for the log-probability of a token whose probability is 0
 PROBED = 256  # ids whose texts are compared
 
 
@@ -40,101 +46,169 @@ class Likeliest:
         return self.values.new_full((len(ids), self.width + 1), -1e4).scatter(1, ids, self.values[at])[:, :width]
 
 
+Row = dict[int, float]  # log-probabilities of a token and of the likeliest ones in its place, by id
+
+
+@dataclass(eq=False, kw_only=True)
+class Scorers(Pool):
+    """The servers of a teacher.
+
+    student: the policy. heat: the temperature of the run. top: the likeliest entries that the run compares. width: V. names: of
+    each server's model.
+    """
+
+    called = "teacher"
+    key = "teacher"
+
+    student: Pretrained
+    heat: float = 1.0
+    top: int = 0
+    width: int = 0
+    names: dict[RemoteServer, str] = field(default_factory=dict)
+
+    async def examine(self, server: RemoteServer) -> None:
+        """Learn the name and the context of the server's model, and check its temperature, its tokens and how many entries it
+        gives."""
+        self.names[server] = (await server.models())[0]
+        if self.heat != 1 and not await self.is_ours(server):
+            line = f"rollout.sampling.temperature={self.heat}, but {server.url} scores at 1"
+            fix = "set the temperature to 1, or serve the teacher by python -m grpo.serve engine=transformers"
+            raise UserError(f"{line}: {fix}")
+        tokenizer = self.student.tokenizer()
+        most = min(PROBED, server.context or PROBED, len(tokenizer)) - 1
+        ids = [i * len(tokenizer) // most for i in range(most)]
+        answer = await self.asked(server, ids, self.top)
+        with server.reading(SCORES, answer):
+            self.rows(answer, ids, range(1, len(ids)), self.top)
+            texts = [str(answer[t][str(ids[t])].get("decoded_token") or "") for t in range(1, len(ids))]
+        for i, there in zip(ids[1:], texts, strict=True):
+            here = tokenizer.decode([i])
+            if there and there != here and "\ufffd" not in there + here:
+                line = f"the teacher at {server.url} has another tokenizer than the policy: the id {i} is {there!r}"
+                raise UserError(f"{line} there and {here!r} here; {REMEDY}")
+
+    async def prepare(self, server: RemoteServer) -> None:
+        """Look at a server that was away: another model may have taken its place."""
+        if server.fault:
+            await self.examine(server)
+
+    async def is_ours(self, server: RemoteServer) -> bool:
+        """Return whether it is `python -m grpo.serve` with the built-in engine."""
+        try:
+            answer = await server.look("/info")
+        except (Refused, UserError):
+            return False
+        return isinstance(answer, dict) and answer.get("engine") == "TransformersEngine"
+
+    async def asked(self, server: RemoteServer, ids: Sequence[int], top: int) -> list[dict[str, Any]]:
+        """Return what the server writes of each token and of the `top` likeliest ones, as vLLM's prompt_logprobs. Raises Lost, or
+        UserError for a refusal."""
+        body = {"model": self.names[server], "prompt": ids, "max_tokens": 0, "echo": True, "prompt_logprobs": top}
+        body |= {} if self.heat == 1 else {"prompt_temperature": self.heat}
+        try:
+            answer = await server.ask(SCORES, body)
+        except Refused as refused:
+            if refused.status in (400, 422):
+                raise UserError(f"the teacher at {server.url} refuses a request: {refused}") from refused
+            raise Lost(f"{server.url}: {refused}") from refused
+        with server.reading(SCORES, answer):
+            return answer["choices"][0]["prompt_logprobs"]
+
+    def rows(self, answer: list, ids: Sequence[int], places: Sequence[int], top: int) -> list[Row]:
+        """Return what an answer says of the tokens at some places. Raises ValueError or another error if that is no number, or
+        fewer of them than were asked for."""
+        if len(answer) != len(ids):
+            raise ValueError(f"with prompt_logprobs of {len(answer)} tokens, and {len(ids)} were sent")
+        found: list[Row] = []
+        for t in places:
+            row = {int(i): entry["logprob"] for i, entry in answer[t].items()}
+            own, wanted = None if top else row[ids[t]], min(top, self.width)
+            if wrong := [value for value in (row.values() if top else [own]) if not is_number(value)]:
+                raise ValueError(f"with {json.dumps(wrong[0])} as a log-probability of token {t}, id {ids[t]}")
+            if not top and own <= IMPOSSIBLE:
+                raise ValueError(f"with {own}, the probability 0, for token {t}, id {ids[t]}, which the policy wrote")
+            if len(row) < wanted:
+                line = f"with {len(row)} of the {wanted} likeliest entries that algo.teacher.top_k asks for"
+                raise ValueError(f"{line} (vLLM gives --max-logprobs of them)")
+            found.append(row)
+        return found
+
+    async def scores(self, read: TokenBatch, top: int) -> list[Row]:
+        """Return what the servers say of each token of the mask, row by row."""
+        rows = [(mask.nonzero()[:, 0].tolist(), *row) for mask, row in zip(read.mask, read.sequences(), strict=True)]
+        rows = [([len(prompt) + t for t in places], [*prompt, *ids]) for places, prompt, ids in rows if places]
+
+        async def ask(server: RemoteServer, _: str | None, r: int) -> list[Row]:
+            places, ids = rows[r]
+            answer = await self.asked(server, ids, top)
+            with server.reading(SCORES, answer):
+                return self.rows(answer, ids, places, top)
+
+        of_rows = await self.share(Routes([ids for _, ids in rows], {}), ask) if rows else []
+        return [token for row in of_rows for token in row]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a part of an answer is a log-probability."""
+    return type(value) in (int, float) and is_logprob(value)
+
+
 class Served(Teacher):
     """A model that one or more servers score tokens with.
 
     urls: their addresses; all serve the same model. student: the policy. timeout: seconds for one answer. concurrency: requests
-    to one server at a time.
+    to one server at a time. wait: seconds without a working server after which the run ends. key_from: the variable of the
+    environment that has the servers' key.
     """
 
     has_model = True
 
     @enforced("teacher")
     def __init__(
-        self, urls: Sequence[str], student: Pretrained, timeout: Seconds = 120.0, concurrency: Count = 16
+        self,
+        urls: Sequence[str],
+        student: Pretrained,
+        timeout: Seconds = 120.0,
+        concurrency: Count = 16,
+        wait: Seconds = 60.0,
+        key_from: str = "VLLM_API_KEY",
     ) -> None:
-        self.servers = [RemoteServer(url.rstrip("/"), timeout, "is it vLLM, or python -m grpo.serve?") for url in urls]
-        self.student, self.concurrency, self.heat, self.names = student, concurrency, 1.0, {}
+        advice = "is it vLLM, or python -m grpo.serve?"
+        urls, known = addresses(urls, "teacher.urls"), {"key_from": key_from, "alive": MODELS}
+        servers = [RemoteServer(url, timeout, advice, **known) for url in urls]
+        self.pool = Scorers(servers=servers, wait=wait, concurrency=concurrency, student=student)
 
     def check(self, teaching: Teaching, temperature: float) -> None:
         super().check(teaching, temperature)
         if teaching.of_distributions and not (teaching.top_k and teaching.top_of == "teacher"):
             line = "teacher=server gives a token's likeliest entries, not a whole distribution"
             raise UserError(f"{line}: set algo.teacher.top_of=teacher algo.teacher.top_k=20, or divergence=sampled")
-        self.heat = temperature
+        self.pool.heat, self.pool.top = temperature, teaching.top_k or 0 if teaching.of_distributions else 0
 
     def attach(self, policy: nn.Module) -> None:
         super().attach(policy)
-        self.width = policy.config.get_text_config().vocab_size
-        asyncio.run(self.meet())
+        self.pool.width = policy.config.get_text_config().vocab_size
+        completed(self.pool.meet(self.pool.wait))
+        self.pool.met = True
 
-    async def meet(self) -> None:
-        """Learn the name and the context of each server's model, and check its temperature and its tokens."""
-        tokenizer = self.student.tokenizer()
-        for server in self.servers:
-            model = (await self.answer(server, MODELS))["data"][0]
-            self.names[server], server.context = model["id"], model["max_model_len"]
-            ours = (
-                model["owned_by"] == "grpo" and (await self.answer(server, "/info"))["engine"] == "TransformersEngine"
-            )
-            if self.heat != 1 and not ours:
-                line = f"rollout.sampling.temperature={self.heat}, but {server.url} scores at 1"
-                fix = "set the temperature to 1, or serve the teacher by python -m grpo.serve engine=transformers"
-                raise UserError(f"{line}: {fix}")
-            most = min(PROBED, server.context or PROBED, len(tokenizer)) - 1
-            ids = [i * len(tokenizer) // most for i in range(most)]
-            for i, entries in zip(ids[1:], (await self.entries(server, ids, 0))[1:], strict=True):
-                there, here = entries[str(i)].get("decoded_token") or "", tokenizer.decode([i])
-                if there and there != here and "\ufffd" not in there + here:
-                    line = f"the teacher at {server.url} has another tokenizer than the policy: the id {i} is {there!r}"
-                    raise UserError(f"{line} there and {here!r} here; {REMEDY}")
-        self.limit = min((server.context for server in self.servers if server.context), default=None)
-
-    async def answer(self, server: RemoteServer, route: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON of an answer. Raises UserError."""
-        for pause in PAUSES:
-            try:
-                return await server.ask(route, body, post=body is not None)
-            except Refused as refused:
-                raise UserError(f"the teacher at {server.url} refuses a request: {refused}") from refused
-            except Lost as lost:
-                if pause is None:
-                    raise UserError(f"the teacher does not answer, {len(PAUSES)} times: {lost}") from lost
-                await asyncio.sleep(pause)
-
-    async def entries(self, server: RemoteServer, ids: Sequence[int], top: int) -> list[dict[str, Any]]:
-        """Return what vLLM writes of each token and of the `top` likeliest ones, by id; None for the first."""
-        body = {"model": self.names[server], "prompt": ids, "max_tokens": 0, "echo": True, "prompt_logprobs": top}
-        body |= {} if self.heat == 1 else {"prompt_temperature": self.heat}
-        return (await self.answer(server, "/v1/completions", body))["choices"][0]["prompt_logprobs"]
-
-    def scores(self, read: TokenBatch, top: int) -> list[dict[int, float]]:
-        """Return log-probabilities by id for each token of the mask: its own, and those of the `top` likeliest ones."""
-        limits = [asyncio.Semaphore(self.concurrency) for _ in self.servers]
-
-        async def of_row(r: int, prompt: Sequence[int], completion: Sequence[int]) -> list[dict[str, Any]]:
-            places, s = read.mask[r].nonzero()[:, 0].tolist(), r % len(limits)
-            async with limits[s]:
-                scored = places and await self.entries(self.servers[s], [*prompt, *completion], top)
-            return [scored[len(prompt) + t] for t in places]
-
-        async def of_rows() -> list[list[dict[str, Any]]]:
-            return await asyncio.gather(*(of_row(r, *row) for r, row in enumerate(read.sequences())))
-
-        tokens = [token for row in asyncio.run(of_rows()) for token in row]
-        return [{int(i): entry["logprob"] for i, entry in token.items()} for token in tokens]
+    @property
+    def limit(self) -> int | None:
+        """The smallest context among the servers."""
+        return self.pool.context
 
     def logprobs(self, read: TokenBatch, passes: Passes) -> Tensor:
         self.check_lengths(read)
         targets = read.ids[:, read.prompt_width :][read.mask].tolist()
-        values = [token[target] for token, target in zip(self.scores(read, 0), targets, strict=True)]
+        rows = completed(self.pool.scores(read, 0))
+        values = [row[target] for row, target in zip(rows, targets, strict=True)]
         nothing = torch.zeros_like(read.rollout_logprobs)
         return nothing.masked_scatter(read.mask, nothing.new_tensor(values))
 
     def distributions(self, read: TokenBatch, passes: Passes) -> Likeliest:
         self.check_lengths(read)
-        tokens = [sorted(token.items()) for token in self.scores(read, passes.top_k or 0)]
+        rows = completed(self.pool.scores(read, passes.top_k or 0))
+        tokens = [sorted(row.items()) for row in rows]
         widest = max(map(len, tokens), default=1)
-        tokens = [[*token, *[(self.width, -1e4)] * (widest - len(token))] for token in tokens]
+        tokens = [[*token, *[(self.pool.width, -1e4)] * (widest - len(token))] for token in tokens]
         ids, values = torch.tensor(tokens, device=read.ids.device).view(-1, widest, 2).unbind(-1)
-        return Likeliest(ids.long().clamp(max=self.width), values, self.width)
+        return Likeliest(ids.long().clamp(max=self.pool.width), values, self.pool.width)

@@ -24,7 +24,13 @@ def generated(logprobs, version="default", finish="length"):
 
 
 class Foreign:
-    """A server with given answers. routes: for each route (status, JSON), or a function from the request to that."""
+    """A server with given answers. routes: for each route (status, JSON or bytes), or a function from the request to that.
+
+    key: what it wants as a bearer token. port: of its address, once it has one.
+    """
+
+    key: str | None = None
+    port = 0
 
     def __init__(self, **routes) -> None:
         self.label = "default"
@@ -56,10 +62,13 @@ class Foreign:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 given = foreign.routes.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
+                if foreign.key and self.headers.get("Authorization") != f"Bearer {foreign.key}":
+                    given = 401, {"error": "Unauthorized"}
                 status, words = given(json.loads(body) if body else None) if callable(given) else given
                 if status is None:
                     return  # hang up
-                words = b"" if words is None else json.dumps(words).encode()
+                if not isinstance(words, bytes):
+                    words = b"" if words is None else json.dumps(words).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(words)))
                 self.end_headers()
@@ -70,8 +79,9 @@ class Foreign:
             def log_message(self, *_) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
 

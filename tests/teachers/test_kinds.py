@@ -235,14 +235,13 @@ def test_learning_from_a_server_is_learning_from_its_model(toy, other, server):
         assert steps[0].abs().max() > 1e-5
 
 
-def test_what_a_server_cannot_do_is_refused(toy, tmp_path, server, monkeypatch):
-    monkeypatch.setattr("grpo.teachers.server.PAUSES", (0.0, None))
+def test_what_a_server_cannot_do_is_refused(toy, tmp_path, server):
     ours = student(toy)
     with pytest.raises(UserError, match=r"set algo.teacher.top_of=teacher algo.teacher.top_k=20"):
         Served([server.url], ours).check(Teaching(1.0, "reverse", top_k=5), 1.0)
     port = free_ports(1)[0]
-    with pytest.raises(UserError, match=f"the teacher does not answer, 2 times: http://127.0.0.1:{port}"):
-        attached(Served([f"http://127.0.0.1:{port}"], ours), toy)
+    with pytest.raises(UserError, match=rf"no teacher answers within 0\.1 s \(http://127.0.0.1:{port}"):
+        attached(Served([f"http://127.0.0.1:{port}"], ours, wait=0.1), toy)
     tokenizer = make_tokenizer(["Another text has other tokens: 12 + 7"] * 30)
     tokenizer.save_pretrained(tmp_path)
     make_model(tokenizer, 0).save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines.vllm_server import fleet, http
+from grpo.engines.vllm_server import http, pool
 from grpo.engines.vllm_server.fleet import Fleet
 from grpo.engines.vllm_server.http import STARTS, RemoteServer
 from grpo.engines.vllm_server.sync import Disk
@@ -15,11 +15,11 @@ from grpo.system.errors import UserError
 
 def test_a_server_that_ends_at_once_is_started_three_times(monkeypatch, tmp_path):
     started, looks = [], count()
-    for module in (fleet, http):  # a clock that goes on by a millisecond when somebody looks at it
+    for module in (pool, http):  # a clock that goes on by a millisecond when somebody looks at it
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(looks) / 1000))
     server = RemoteServer("http://127.0.0.1:9", 1, "see the log", lambda: "it ended", lambda: started.append(1))
-    monkeypatch.setattr(fleet, "PAUSE", 0.01)
-    servers = Fleet([server], Disk(tmp_path), last_id=0, wait=0.05, label="run-0", met=True)
+    monkeypatch.setattr(pool, "PAUSE", 0.01)
+    servers = Fleet(servers=[server], way=Disk(tmp_path), last_id=0, wait=0.05, label="run-0", met=True)
     for times in (1, 2):
         server.starts = 0  # as after a completion
         with pytest.raises(UserError, match=r"no vLLM server for engine\.wait=0\.05 s \(it ended\): see the log"):

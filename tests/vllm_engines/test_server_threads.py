@@ -12,7 +12,7 @@ import pytest
 from helpers.foreign_server import Foreign
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server import fleet
+from grpo.engines.vllm_server import pool
 from grpo.engines.vllm_server.engine import VLLMServerEngine
 from grpo.system.errors import UserError
 
@@ -48,7 +48,7 @@ class Slow(Foreign):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(fleet, "PAUSE", 0.1)
+    monkeypatch.setattr(pool, "PAUSE", 0.1)
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ Every completion is its own request. It goes to a server with a free slot, and t
 `sync` sends weights, `fleet` knows which servers have them, `launch` starts servers.
 """
 
-import asyncio
 import atexit
+import json
 import os
 import secrets
 import shutil
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,11 +22,13 @@ from torch import nn
 from transformers import AutoConfig
 
 from grpo.engines.context import Bound, bounded
+from grpo.engines.logprobs import is_logprob
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import check_draft, params_of, params_of_each
 from grpo.engines.vllm_server.fleet import Fleet
-from grpo.engines.vllm_server.http import GENERATE, Lost, Refused, RemoteServer
-from grpo.engines.vllm_server.launch import START, Servers, by_hand, check_apart
+from grpo.engines.vllm_server.http import GENERATE, START, Lost, Refused, RemoteServer, addresses, whole
+from grpo.engines.vllm_server.launch import Servers, by_hand, check_apart
+from grpo.engines.vllm_server.pool import ATTEMPTS
 from grpo.engines.vllm_server.routing import Routes
 from grpo.engines.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
 from grpo.engines.weights import as_in_files, eos_token_ids
@@ -35,10 +36,10 @@ from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, error_line
+from grpo.system.loops import completed
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
 Sync = Literal["disk", "lora", "nccl"]
-ATTEMPTS = 5  # failures of one completion after which the run ends
 URLS = "GRPO_VLLM_SERVERS"  # servers that the run's first process started, for the processes of the other devices
 
 
@@ -50,6 +51,7 @@ class VLLMServerEngine:
     concurrency: requests to one server at a time, of all threads that sample together. timeout: seconds for a completion, or for
     a piece of weights. wait: seconds without a working server after which the run ends. recompute: see `VLLMEngine`; with
     sync=lora a completion keeps its adapter, and nothing is computed again.
+    key_from: the variable of the environment that has the servers' key.
     launch: start `count` servers here; port, devices, args: see `launch.Servers`; logs: the folder of their logs; most_tokens:
     see `VLLMEngine`.
     """
@@ -75,14 +77,14 @@ class VLLMServerEngine:
         logs: str = ".",
         most_tokens: Bound | None = None,
         recompute: bool = True,
+        key_from: str = "VLLM_API_KEY",
     ) -> None:
-        if not launch and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
-            raise UserError(f"engine.urls={list(urls)} must name servers, as [http://HOST:PORT], or engine.launch=true")
+        urls = [] if launch else addresses(urls, "engine.urls", "; or set engine.launch=true")
         check_draft(args or {})
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
-        self.sync, self.concurrency = sync, concurrency
+        self.sync = sync
         self._homes: dict[int, RemoteServer] = {}  # see `routing`; empty after new weights, as the servers' caches
         self._run = secrets.token_hex(4)  # tells this run's weights from another run's of the same version
         self._folder = Path(folder).resolve() / self._run
@@ -96,24 +98,23 @@ class VLLMServerEngine:
             os.environ[URLS] = " ".join(self._launched.urls)
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
-        urls = os.environ[URLS].split() if launch else [url.rstrip("/") for url in urls]
+        urls = os.environ[URLS].split() if launch else urls
         how = f"is it vLLM, started as {by_hand(path, sync)}? Or set engine.launch=true"
-        servers = [RemoteServer(url, timeout, "see its log" if launch else how) for url in dict.fromkeys(urls)]
-        for server in servers:
-            server.slots, server.recompute = threading.Semaphore(concurrency), recompute
+        advice = "see its log" if launch else how
+        servers = [RemoteServer(url, timeout, advice, recompute=recompute, key_from=key_from) for url in urls]
         way = Nccl(servers) if sync == "nccl" else {"disk": Disk, "lora": Lora}[sync](self._folder)
         if here := self._launched:
             for server, port in zip(servers, here.ports, strict=True):
                 server.ended, server.start = partial(here.ended, port), partial(here.start, port)
         elif launch:
             wait += START  # the first process may be starting them again
-        self._fleet = Fleet(servers, way, config.vocab_size - 1, wait)
+        self._fleet = Fleet(servers=servers, wait=wait, concurrency=concurrency, way=way, last_id=config.vocab_size - 1)
         self.in_flight = way.follows
         atexit.register(self.close)  # also if the run fails
         try:
             if self._launched:
                 self._launched.start_all()
-            asyncio.run(self._fleet.meet(START if self._launched else wait))
+            completed(self._fleet.meet(START if self._launched else wait))
         except BaseException:
             self.close()
             raise
@@ -177,54 +178,19 @@ class VLLMServerEngine:
                 prompts, params_of_each(params, len(prompts), temperatures), seeds, strict=True
             )
         ]
-        return asyncio.run(self._sample(requests, done)) if requests else []
+        return completed(self._sample(requests, done)) if requests else []
 
     async def _sample(self, requests: list[dict], done: Done | None) -> list[Completion]:
-        completions: list[Completion | None] = [None] * len(requests)
-        failures: Counter[int] = Counter()
         routes = Routes([request["token_ids"] for request in requests], self._homes)
-        waiting: asyncio.Queue[None] = asyncio.Queue()  # an entry for each request in `routes`
-        for _ in requests:
-            waiting.put_nowait(None)
 
-        async def work(server: RemoteServer) -> None:
-            """Ask the server for one completion after another, while it is ready."""
-            while True:
-                while not server.ready:
-                    await asyncio.sleep(0.1)
-                await waiting.get()
-                if not server.slots.acquire(blocking=False):  # other threads have them all
-                    waiting.put_nowait(None)  # for whichever server has one first
-                    waiting.task_done()
-                    await asyncio.sleep(0.1)
-                    continue
-                i, label = routes.take(server), self._fleet.label
-                try:
-                    if server.ready:  # checked after the label: a change of label first sets ready to False
-                        completions[i] = await self._complete(server, label, requests[i])
-                        server.starts = 0
-                        routes.done(i, completions[i].ids, server)
-                        if done is not None:
-                            done(i, completions[i])
-                except Lost as lost:
-                    server.out(lost)
-                    failures[i] += 1
-                    if failures[i] == ATTEMPTS:
-                        raise UserError(f"a completion failed {ATTEMPTS} times, the last error: {lost}") from lost
-                finally:
-                    server.slots.release()
-                if completions[i] is None:
-                    routes.put(i)
-                    waiting.put_nowait(None)
-                waiting.task_done()
+        async def ask(server: RemoteServer, label: str, i: int) -> Completion:
+            completion = await self._complete(server, label, requests[i])
+            routes.done(i, completion.ids, server)
+            if done is not None:
+                done(i, completion)
+            return completion
 
-        slots = range(min(self.concurrency, len(requests)))
-        workers = [work(server) for _ in slots for server in self._fleet.servers]  # round-robin
-        tasks = [asyncio.ensure_future(task) for task in [waiting.join(), self._fleet.keep(), *workers]]
-        over, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # asyncio.run cancels the others
-        if errors := [error for task in over if (error := task.exception())]:
-            raise errors[0]
-        return completions
+        return await self._fleet.share(routes, ask)
 
     async def _complete(self, server: RemoteServer, label: str, request: dict[str, Any]) -> Completion:
         """Ask the server for one completion. label: the newest weights; the server reports the weights that drew each token."""
@@ -236,18 +202,23 @@ class VLLMServerEngine:
             if refused.status in (400, 422):
                 raise UserError(f"the vLLM server at {server.url} refuses a request: {refused}") from refused
             raise Lost(f"{server.url}: {refused}") from refused  # it fails, or no longer has the adapter
-        choice = answer["choices"][0]
-        ids, finish = tuple(choice["token_ids"]), choice["finish_reason"]
+        with server.reading(GENERATE, answer):
+            choice = answer["choices"][0]
+            ids, finish = tuple(map(whole, choice["token_ids"])), choice["finish_reason"]
+            logprobs = tuple(token["logprob"] for token in (choice["logprobs"] or {"content": ()})["content"])
+            if len(logprobs) != len(ids) or not all(map(is_logprob, logprobs)):
+                raise ValueError(f"with log-probabilities {json.dumps(logprobs)} of {len(ids)} tokens")
+            labels = [span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
+            if len(labels) != len(ids):
+                raise ValueError(f"with versions of {len(labels)} of {len(ids)} tokens")
         if finish not in ("stop", "length"):
             raise Lost(f"{server.url} ended a completion with {finish!r}")
-        labels = [span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
         if adapter:  # the server's label names the base's weights, and a completion keeps its adapter
             labels = [adapter] * len(ids)
         run = label.rpartition("-")[0]
         if foreign := [theirs for theirs in labels if theirs.rpartition("-")[0] != run]:
             raise Lost(f"{server.url} has weights that this run did not send ({foreign[0]})")
         versions = tuple(int(theirs.rpartition("-")[2]) for theirs in labels)
-        logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
         return Completion(ids, logprobs, finish, versions)
 
     def close(self) -> None:

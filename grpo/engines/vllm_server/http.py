@@ -1,19 +1,23 @@
-"""One vLLM server behind its HTTP routes, and what may go wrong: it is lost, it lacks a route, or it refuses the request."""
+"""One server behind its HTTP routes, and what may go wrong: it is lost, it lacks a route, it refuses the request, or its answer
+cannot be read."""
 
 import asyncio
 import functools
+import json
 import logging
 import re
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
 from grpo.system.errors import UserError, one_line
+from grpo.system.output.secrets import bearer
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +26,16 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 MODELS, HEALTH = "/v1/models", "/health"
 CONNECT = 5.0  # seconds to open a connection
 LOOK = 30.0  # seconds for an answer about the server itself, which takes it a step of vLLM at most
+START = 900.0  # seconds for a server to load, even a large model from a slow disk; if it dies, that is noticed at once
 STARTS = 3  # of a server that ends without a completion
 
 
 class Lost(Exception):
     """A server does not answer as expected. Its request goes to another server, and it is left out until it is back."""
+
+
+class Odd(Lost):
+    """A server's answer cannot be read."""
 
 
 class Refused(Exception):
@@ -45,9 +54,10 @@ def certificates() -> ssl.SSLContext:
 
 @dataclass(eq=False)
 class RemoteServer:
-    """A vLLM server. Mutable: holds its present state.
+    """A server. Mutable: holds its present state.
 
-    timeout: seconds for one answer. advice: the end of errors, how it must be started. For a server that this process started:
+    timeout: seconds for one answer. advice: the end of errors, how it must be started. key_from: the variable of the environment
+    that has its key, if it needs one. alive: the route that says whether it answers. For a server that this process started:
     `ended` returns one line if it has ended, else None, `start` starts it again, `starts` counts this since its latest
     completion, `loads_until` is when it must answer.
     ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
@@ -68,27 +78,34 @@ class RemoteServer:
     exact: bool = False
     slots: threading.Semaphore = field(default_factory=threading.Semaphore)
     recompute: bool = True
+    key_from: str = "VLLM_API_KEY"
+    alive: str = HEALTH
 
     async def ask(self, route: str, body: dict | None = None, post: bool = True, limit: float | None = None) -> Any:
-        """Return the JSON of a route's answer; None if the answer is not JSON. limit: seconds, if less than `timeout`. Raises
-        Lost, Refused, or UserError if the server has no such route.
+        """Return the JSON of a route's answer; its text if it is not JSON; None if it is empty. limit: seconds, if less than
+        `timeout`. Raises Lost, Refused, or UserError if the server has no such route or wants another key.
 
         Every request opens its own connection: vLLM drops connections, for example after an error.
         """
-        most = min(self.timeout, limit or self.timeout)
+        most, headers = min(self.timeout, limit or self.timeout), bearer(self.key_from)
         timeout = httpx2.Timeout(most, connect=min(most, CONNECT))
         try:
             async with httpx2.AsyncClient(timeout=timeout, trust_env=False, verify=certificates()) as http:
-                response = await http.request("POST" if post else "GET", self.url + route, json=body)
+                response = await http.request("POST" if post else "GET", self.url + route, json=body, headers=headers)
         except httpx2.HTTPError as error:
             raise Lost(f"{self.url}{route}: {type(error).__name__} {error}".strip()) from error
         try:
             content = response.json()
-        except ValueError:
-            content = None
+        except (ValueError, RecursionError):
+            content = response.text or None
         if response.is_success:
             return content
         fault = content.get("error") if isinstance(content, dict) else None
+        if response.status_code == 401:
+            line = (
+                f"the server at {self.url} answers 401: {'its key is not that of' if headers else 'it needs a key in'}"
+            )
+            raise UserError(f"{line} the environment's ${self.key_from}")
         if response.status_code in (403, 405) or (response.status_code == 404 and not fault):
             line = f"the server at {self.url} has no {route} (it answers {response.status_code})"
             raise UserError(f"{line}: {self.advice}")
@@ -96,6 +113,20 @@ class RemoteServer:
         if inner := re.search(r"Worker failed with error '(.*)', please check", words, re.DOTALL):
             words = inner[1] or "an assertion failed, see the server's log"
         raise Refused(response.status_code, one_line(words, 500))
+
+    @contextmanager
+    def reading(self, route: str, answer: Any) -> Iterator[None]:
+        """Raises Odd if the block cannot read this answer."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            reason = (
+                f", {error}" if type(error) is ValueError else f", without {error}" if type(error) is KeyError else ""
+            )
+            shown = answer if isinstance(answer, str) else json.dumps(answer)
+            raise Odd(f"{self.url}{route} answers what cannot be read{reason}: {one_line(shown, 200)}") from error
 
     async def look(self, route: str) -> Any:
         """Return the answer of a route that says how the server is; one that hangs does not hold up the others for long."""
@@ -116,7 +147,7 @@ class RemoteServer:
         while True:
             try:
                 async with asyncio.timeout(max(limit + started - time.monotonic(), CONNECT)):
-                    return await self.look(HEALTH)
+                    return await self.look(self.alive)
             except (Lost, Refused, TimeoutError) as error:
                 if line := self.ended():
                     raise UserError(line) from error
@@ -126,13 +157,34 @@ class RemoteServer:
 
     async def labels(self) -> list[str]:
         """Return the label of the weights that it holds, then the names of its models and adapters. Sets `context`."""
-        models = (await self.look(MODELS))["data"]
-        self.context = models[0]["max_model_len"]
+        names = await self.models()
         weights = await self.look("/weight_info")
-        return [weights["weight_version"], *(model["id"] for model in models)]
+        with self.reading("/weight_info", weights):
+            return [weights["weight_version"], *names]
 
-    def out(self, fault: Exception) -> None:
-        """Leave the server out until it is back; the first fault is logged."""
-        if self.ready or self.fault is None:
-            log.warning("a vLLM server is left out until it is back: %s", fault)
-        self.ready, self.fault = False, fault
+    async def models(self) -> list[str]:
+        """Return the names of its models and adapters. Sets `context`."""
+        answer = await self.look(MODELS)
+        with self.reading(MODELS, answer):
+            names = [model["id"] for model in answer["data"]]
+            self.context = whole(answer["data"][0]["max_model_len"] or 0) or None
+            return names
+
+
+def whole(value: Any) -> int:
+    """Return a whole number of an answer. Raises ValueError for anything else."""
+    if type(value) is not int:
+        raise ValueError(f"with {json.dumps(value)} in place of a whole number")
+    return value
+
+
+def addresses(urls: Sequence[str], key: str, fix: str = "") -> list[str]:
+    """Return addresses of servers, each once. key: that gives them. fix: the end of the error. Raises UserError."""
+    given = [*urls]
+    try:
+        wrong = [url for url in map(httpx2.URL, given) if url.scheme not in ("http", "https") or not url.host]
+    except (TypeError, httpx2.InvalidURL):
+        wrong = given
+    if wrong or not given:
+        raise UserError(f"{key}={given} must name servers, as [http://HOST:PORT]{fix}")
+    return [*dict.fromkeys(url.rstrip("/") for url in given)]

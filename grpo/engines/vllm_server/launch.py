@@ -32,7 +32,6 @@ from grpo.system.ranges import Count, Port, Whole, enforced
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"  # a server with these routes lets anyone change its weights
-START = 900.0  # seconds for a server to load, even a large model from a slow disk; if it dies, that is noticed at once
 ERROR = re.compile(r"(?:^|\] )\s*(Value error, .+|[\w.]+(?:: error|Error): .+)")  # an error in a log
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from grpo.engines.logprobs import is_logprob
 from grpo.engines.weights import eos_token_ids
 from grpo.env.intake import no_tokens
 from grpo.env.messages import Message
@@ -20,7 +21,6 @@ from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.pretrained import Pretrained
-from grpo.rollout.engine_queue import is_logprob
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from grpo.system.errors import UserError
+
 MASK = "***"
 SHORT = 8  # letters; a shorter secret is masked under its key only, since it may be part of a word
 NAMED = re.compile(
@@ -40,6 +42,19 @@ def learn(texts: Iterable[str]) -> None:
     found = [value for name, value in os.environ.items() if is_secret(name.lower())]
     found += [value.strip("'\"") for text in texts for key, _, value in GIVEN.findall(text) if is_secret(key)]
     _known.update(value for value in found if len(value) >= SHORT and value[0] != "/")  # the path of a secret is none
+
+
+def bearer(variable: str) -> dict[str, str]:
+    """Return the header with the key in a variable of the environment; {} if it has none. From now on the key is masked. Raises
+    UserError if it is none."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"${variable} is no key: it has a character that a header cannot have")
+    if len(key) >= SHORT:
+        _known.add(key)
+    return {"Authorization": f"Bearer {key}"}
 
 
 def hidden(text: str) -> str:
