@@ -1,4 +1,4 @@
-"""What a log-probability may be that somebody else has computed: an engine, a server, a file of samples."""
+"""The rule for a log-probability that somebody else has computed: an engine, a server, a file of samples."""
 
 import math
 

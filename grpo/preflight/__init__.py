@@ -35,5 +35,6 @@ TAUGHT: dict[str, Callable[[Probe], Checked]] = {  # of runs with a choice of co
     "the teacher reads the same tokens": teachers.tokenizer,
     "the teacher's numbers are its own": teachers.own_numbers,
     "the teacher knows these texts": teachers.knows,
+    "the teacher reads the longest row": teachers.longest,
     "the texts to learn from are there": teachers.imitated,
 }

@@ -17,7 +17,7 @@ from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls, awaited
 from grpo.system.errors import StopError
-from grpo.system.loops import completed
+from grpo.system.loops import outcome_of
 from grpo.system.output.words import plural
 
 LIKELIER = 0.5  # nats per token by which a start token in front may make a prompt likelier
@@ -183,7 +183,7 @@ def rescored(probe: Probe, group: Sequence[Sample]) -> list[float]:
         return await asyncio.gather(*map(scored, group))
 
     try:
-        results = completed(all_alone())
+        results = outcome_of(all_alone())
     finally:
         calls.close()
     for result in results:

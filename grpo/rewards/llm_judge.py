@@ -9,6 +9,7 @@ reward is then unknown, never 0. Knows nothing of agreement with people: see eva
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -26,9 +27,12 @@ import httpx2
 
 from grpo.env.types import Reward
 from grpo.rewards.combined import text_of
-from grpo.system.errors import UserError
+from grpo.system.answers import addresses
+from grpo.system.errors import UserError, one_line
 from grpo.system.output.secrets import bearer
 from grpo.system.ranges import Count, NonNegative, Range, Seconds, Whole
+
+log = logging.getLogger(__name__)
 
 Choices = Mapping[str, Sequence[str]]  # by label
 TASKS = {
@@ -140,7 +144,8 @@ class Judge:
         self.__name__, self.models = self.name, [self.model] if isinstance(self.model, str) else self.model
         usual = {} if self.temperature is None else {"temperature": self.temperature}
         self.fields = usual | (self.request or {})
-        self.url = (self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").rstrip("/")
+        url = self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        [self.url], self.logged = addresses([url], "judge.url"), False
         if not isinstance(self.criteria, str):
             self.criteria = as_criteria(self.criteria)
         if self.cache:
@@ -174,8 +179,8 @@ class Judge:
         return totals | {name: seen[name] / seen[count] for name, count in rates.items() if seen[count]}
 
     async def answer(self, http: httpx2.AsyncClient, body: Mapping[str, Any], seen: Counter[str]) -> Any:
-        """Send a request, again if it fails, and return the JSON of its answer; None if there is none. Counts in `seen`. Raises
-        UserError for a wrong key, model or address."""
+        """Send a request, again if it fails, and return the JSON or the text of its answer; None if there is none. Counts in
+        `seen`. Raises UserError for a wrong key, model or address."""
         place = asyncio.get_running_loop(), httpx2.URL(self.url).host
         host = _hosts.setdefault(place, Host(self.concurrency, self.per_minute))
         headers = bearer(self.key_from)
@@ -192,9 +197,9 @@ class Judge:
                 fix = f"check judge.url, judge.model and the key in ${self.key_from}"
                 raise UserError(f"{self.url} answers {status}: {response.text[:200]!r}; {fix}")
             if status != 429 and status < 500:
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     return response.json()
-                return None
+                return response.text
             try:
                 wait = min(float(response.headers["retry-after"]), LONGEST_WAIT)
                 host.free = max(host.free, time.monotonic() + wait)
@@ -292,6 +297,11 @@ class Session:
             seen.update({name: int(reply["usage"][name]) for name in ("prompt_tokens", "completion_tokens")})
         if places is None:
             seen["invalid"] += 1
+            if not self.judge.logged:  # the metric counts the others
+                self.judge.logged, said = True, "nothing" if reply is None else one_line(reply, 200)
+                log.warning(
+                    "the judge at %s gave no verdict, so a reward is unknown. It answers %s", self.judge.url, said
+                )
         else:
             self.file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, text))
         return places

@@ -41,7 +41,7 @@ def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threadin
     return result.result()
 
 
-def completed(work: Coroutine[Any, Any, T]) -> T:
+def outcome_of(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine, also where an event loop runs in this thread already, as in a notebook."""
     try:
         asyncio.get_running_loop()

@@ -105,16 +105,21 @@ class Demonstrations(Outer):
                 kept[p], end = said, replace(said[-1], ids=said[-1].ids[-1:], logprobs=(0.0,))  # if it is asked on
                 turns = enumerate([*said, *[end] * limits.max_turns])
                 known |= {seed(p, s, turn): one for turn, one in turns for s in range(size)}
-        left_out = f"{len(examples) - len(kept)} of {len(examples)} examples of a rollout have no demonstration"
+        line = left_out(len(kept), len(examples), sampling.max_tokens)
         if not kept:
-            raise UserError(f"{left_out} of at most max_tokens={sampling.max_tokens}: raise it, or take other rows")
+            raise UserError(f"{line}: raise it, or take other rows")
         if len(kept) < len(examples) and not self.logged:
-            log.warning("%s of at most max_tokens=%d, and are left out", left_out, sampling.max_tokens)
+            log.warning("%s, and are left out", line)
             self.logged = True
         places, settings = [*kept], (Reciter(engine.context, known), renderer, sampling)
         played = play(task, [examples[p] for p in kept], size, *settings, lambda p, *of: seed(places[p], *of), limits)
         groups = {p: [first(one, kept[p]) for one in group] for p, group in zip(kept, played, strict=True)}
         return [groups.get(p, []) for p in range(len(examples))]
+
+
+def left_out(kept: int, count: int, most: int) -> str:
+    """Return how many of the examples of a rollout have no demonstration that can be learned from. most: tokens of a message."""
+    return f"{count - kept} of {count} examples of a rollout have no demonstration of at most max_tokens={most}"
 
 
 def first(sample: Sample, said: Sequence[Completion]) -> Sample:
@@ -141,17 +146,26 @@ class Right(Outer):
 
 
 class Beside(Teacher):
-    """No model, but the demonstration of each prompt of a rollout, in a row beside the samples (teacher=rows)."""
+    """No model, but the demonstration of each prompt of a rollout, in a row beside the samples (teacher=rows). The log says once
+    how many have none, or one that is longer than an answer may be."""
+
+    logged = False
 
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         size, most = batch.scores.rewards.shape[1], rollouts.plan.sampling.max_tokens
         shown: dict[int, Sample] = {}  # by the first sample of the group
-        for place in [g * size for g in dict.fromkeys((tokens.sample // size).tolist())]:
+        places = [g * size for g in dict.fromkeys((tokens.sample // size).tolist())]
+        for place in places:
             for sample in [one for one in batch.groups[place // size] if one.turns][:1]:
                 messages = demonstration_of(rollouts.task, sample.example)
                 turns = given_turns(sample.trajectory.steps[0].state, messages, rollouts.renderer)
                 if turns and all(len(turn.completion.ids) <= most for turn in turns):
                     shown[place] = replace(sample, turns=turns)
+        if len(shown) < len(places) and not self.logged:
+            log.warning(
+                "%s: the policy learns from the samples of these alone", left_out(len(shown), len(places), most)
+            )
+            self.logged = True
         if not shown:
             return tokens, None
         rows = collate([[sample] for sample in shown.values()], [*shown]).to(tokens.ids.device)

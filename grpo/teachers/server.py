@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from grpo.engines.logprobs import is_logprob
-from grpo.engines.vllm_server.http import MODELS, Lost, Refused, RemoteServer, addresses
-from grpo.engines.vllm_server.pool import Pool
+from grpo.engines.vllm_server.http import MODELS, Lost, Refused, RemoteServer
+from grpo.engines.vllm_server.pool import ServerPool
 from grpo.engines.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.teaching import Teaching
+from grpo.system.answers import addresses
 from grpo.system.errors import UserError
-from grpo.system.loops import completed
+from grpo.system.loops import outcome_of
 from grpo.system.ranges import Count, Seconds, enforced
 from grpo.teachers.kinds import REMEDY, Passes, Teacher
 
@@ -50,7 +51,7 @@ Row = dict[int, float]  # log-probabilities of a token and of the likeliest ones
 
 
 @dataclass(eq=False, kw_only=True)
-class Scorers(Pool):
+class Scorers(ServerPool):
     """The servers of a teacher.
 
     student: the policy. heat: the temperature of the run. top: the likeliest entries that the run compares. width: V. names: of
@@ -133,6 +134,16 @@ class Scorers(Pool):
             found.append(row)
         return found
 
+    async def try_row(self, ids: Sequence[int]) -> None:
+        """Ask each server for the last token of a row. Raises UserError if one does not score it."""
+        for server in self.servers:
+            try:
+                answer = await self.asked(server, ids, self.top)
+                with server.reading(SCORES, answer):
+                    self.rows(answer, ids, [len(ids) - 1], self.top)
+            except Lost as lost:
+                raise UserError(f"a teacher does not score a row of {len(ids)} tokens: {lost}") from lost
+
     async def scores(self, read: TokenBatch, top: int) -> list[Row]:
         """Return what the servers say of each token of the mask, row by row."""
         rows = [(mask.nonzero()[:, 0].tolist(), *row) for mask, row in zip(read.mask, read.sequences(), strict=True)]
@@ -188,8 +199,12 @@ class Served(Teacher):
     def attach(self, policy: nn.Module) -> None:
         super().attach(policy)
         self.pool.width = policy.config.get_text_config().vocab_size
-        completed(self.pool.meet(self.pool.wait))
+        outcome_of(self.pool.meet(self.pool.wait))
         self.pool.met = True
+
+    def try_row(self, ids: Sequence[int]) -> None:
+        """Ask each server for the last token of a row. Raises UserError if one does not score it."""
+        outcome_of(self.pool.try_row(ids))
 
     @property
     def limit(self) -> int | None:
@@ -199,14 +214,14 @@ class Served(Teacher):
     def logprobs(self, read: TokenBatch, passes: Passes) -> Tensor:
         self.check_lengths(read)
         targets = read.ids[:, read.prompt_width :][read.mask].tolist()
-        rows = completed(self.pool.scores(read, 0))
+        rows = outcome_of(self.pool.scores(read, 0))
         values = [row[target] for row, target in zip(rows, targets, strict=True)]
         nothing = torch.zeros_like(read.rollout_logprobs)
         return nothing.masked_scatter(read.mask, nothing.new_tensor(values))
 
     def distributions(self, read: TokenBatch, passes: Passes) -> Likeliest:
         self.check_lengths(read)
-        rows = completed(self.pool.scores(read, passes.top_k or 0))
+        rows = outcome_of(self.pool.scores(read, passes.top_k or 0))
         tokens = [sorted(row.items()) for row in rows]
         widest = max(map(len, tokens), default=1)
         tokens = [[*token, *[(self.pool.width, -1e4)] * (widest - len(token))] for token in tokens]

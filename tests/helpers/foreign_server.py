@@ -88,3 +88,29 @@ class Foreign:
     def __exit__(self, *_) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+SCORES = "/v1/completions"
+
+
+def logprob(token: int) -> float:
+    return -1 - token / 1000
+
+
+class Scorer(Foreign):
+    """A teacher that finds a token the less likely the larger its id; the likeliest ones are the first ids."""
+
+    def __init__(self, **routes) -> None:
+        model = {"id": "t", "owned_by": "vllm", "max_model_len": 512}
+        routes = {"/v1/models": (200, {"data": [model]}), SCORES: self.score} | routes
+        super().__init__(**{"/health": (404, {"error": {"message": "no"}})} | routes)
+        self.asked = 0  # rows
+
+    def score(self, body):
+        self.asked += 1
+        return 200, answer(body["prompt"], body["prompt_logprobs"])
+
+
+def answer(ids, top=0, change=lambda rows: rows):
+    rows = [{str(i): {"logprob": logprob(i)} for i in [*range(top), token]} for token in ids]
+    return {"choices": [{"prompt_logprobs": change([None, *rows[1:]])}]}

@@ -99,7 +99,7 @@ def test_the_score_of_a_rubric():
             as_criteria(bad)
 
 
-def test_an_explicit_judge_reads_each_row_s_rubric_and_what_fails_is_unknown():
+def test_an_explicit_judge_reads_each_row_s_rubric_and_what_fails_is_unknown(caplog):
     def script(question):
         answer = shown(question, "The response")
         assert shown(question, "The prompt") == "2 + 2?" and shown(question, "A right answer") == "4"
@@ -111,6 +111,7 @@ def test_an_explicit_judge_reads_each_row_s_rubric_and_what_fails_is_unknown():
     example = {"gold": "4", "rubric": rubric}
     rewards, endpoint = judged(script, texts, example, criteria="rubric", prices=(2.0, 10.0))
     assert [r.value for r in rewards] == pytest.approx([0.75, 0.0, math.nan, 0.0, 0.0], nan_ok=True)
+    assert "the judge at http" in caplog.text and "'content': 'Both are fine.'" in caplog.text
     assert rewards[2].outcome == "error" and len(endpoint.requests) == 3  # no request for an answer without text
     parts = rewards[0].parts
     assert (parts["judge_calls"], parts["judge_tokens"], parts["judge_invalid"]) == (3, 300, pytest.approx(1 / 3))

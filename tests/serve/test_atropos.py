@@ -130,6 +130,16 @@ def test_an_odd_group_starves_the_queue_and_a_dead_environment_ends_the_run(part
         rollouts.make(0)
 
 
+def test_a_batch_that_cannot_be_read_is_one_line(parts, toy, monkeypatch):
+    api, odd = RunApi(), iter([["x"], {"batch": [{"scores": [1.0]}]}, {"batch": 3}])
+    known = {"/info": {"batch_size": -1}, "/register": {"uuid": 1}, "/status": {"queue_size": None}}
+    monkeypatch.setattr(api, "answer", lambda path, body: (200, known[path] if path in known else next(odd)))
+    with trainer(parts, toy, api) as (_, rollouts):
+        for line in (r"without 'tokens': \[\{\"scores\": \[1\.0\]\}\]", "answers what cannot be read: 3"):
+            with pytest.raises(RolloutError, match=f"{api.url}/batch answers .*{line}" if "tokens" in line else line):
+                rollouts.make(0)
+
+
 def test_a_run_api_that_gives_no_uuid(parts, toy, monkeypatch):
     api = RunApi()
     monkeypatch.setattr("grpo.serve.sources.atropos.POLL", 0.01)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +230,19 @@ def test_the_fields_of_the_rows_beside(toy_model, parts):
     batch_of = module.assigned(rollout)
     assert torch.equal(batch_of.imitation, 0.5 * given) and (batch_of.temperature[given] == 1).all()
     assert not batch_of.temperature[:6].any()  # the run's
+
+
+def test_what_is_left_out_beside_the_samples_is_said_once(toy_model, parts, caplog):
+    rollout, rollouts = batch(sampled(parts), SIGNAL), taught(toy_model, parts).rollouts
+    lengths, teacher = [sample.length for [sample] in demonstrated(parts)], Beside()
+    plan = SimpleNamespace(sampling=Sampling(max(lengths) - 1))
+    short = SimpleNamespace(task=rollouts.task, renderer=rollouts.renderer, plan=plan)
+    kept = sum(length < max(lengths) for length in lengths)
+    for _ in range(2):
+        tokens, _ = teacher.extended(rollout.tokens, rollout, short)
+        assert len(tokens) == 6 + kept
+    line = f"{3 - kept} of 3 examples of a rollout have no demonstration of at most max_tokens={max(lengths) - 1}"
+    assert caplog.text.count(line) == 1
 
 
 # -- by source

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import compose_config
+from helpers.foreign_server import SCORES, Scorer, answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.apps.demo_model import SHIPPED
@@ -18,6 +19,7 @@ from grpo.preflight import callback as preflight
 from grpo.preflight.probe import Checked, Probe
 from grpo.runs.runs import Run
 from grpo.teachers.demonstrations import Demonstrations
+from grpo.teachers.server import Served
 from train import train
 
 
@@ -147,6 +149,26 @@ def test_a_teacher_elsewhere(probe, monkeypatch):
     for values, result in ((known, "PASS"), (known - 3, "WARN"), (known - 9, "FAIL")):
         monkeypatch.setattr(probe.module, "judged", lambda tokens, values=values: values)
         assert found("the teacher knows these texts", probe).result == result
+
+
+def test_a_row_that_is_too_long_for_the_teacher(probe, monkeypatch):
+    name, most = "the teacher reads the longest row", probe.rollouts.plan.sampling.max_tokens
+    monkeypatch.setattr(probe.module.teacher, "limit", most)  # and no prompt
+    verdict = found(name, probe)
+    assert verdict.result == "FAIL" and f"and the teacher reads {most}" in verdict.compared
+    with Scorer() as server:
+        served = Served([server.url], Pretrained(str(SHIPPED / "wordmath")))
+        served.check(Teaching(1.0, "reverse", top_k=4, top_of="teacher"), 1.0)
+        served.attach(probe.module.policy)
+        monkeypatch.setattr(probe.module, "teacher", served)
+        seen = []
+        server.routes[SCORES] = lambda body: seen.append(body) or server.score(body)
+        assert found(name, probe).result == "PASS"
+        prompts = [len(prompt) for prompt, _ in probe.tokens.sequences()]
+        assert [(len(body["prompt"]), body["prompt_logprobs"]) for body in seen] == [(max(prompts) + most, 4)]
+        server.routes[SCORES] = lambda body: (200, answer(body["prompt"], 1))
+        verdict = found(name, probe)
+        assert verdict.result == "FAIL" and server.url in verdict.remedy and "of the 4 likeliest" in verdict.remedy
 
 
 def test_texts_that_are_not_there_and_wrong_ones(probe, monkeypatch):

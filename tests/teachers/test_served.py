@@ -7,8 +7,10 @@ from itertools import count
 
 import pytest
 import torch
-from helpers.foreign_server import Foreign
+from conftest import compose_config
+from helpers.foreign_server import SCORES, Foreign, Scorer, answer
 from helpers.learning import GROUPS
+from helpers.runs import rows
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm_server import pool
@@ -20,31 +22,9 @@ from grpo.system.errors import UserError
 from grpo.system.output import secrets
 from grpo.teachers.kinds import Passes
 from grpo.teachers.server import Served
+from train import train
 
-SCORES, NUMBERS = "/v1/completions", Passes(1.0)
-
-
-def logprob(token: int) -> float:
-    return -1 - token / 1000
-
-
-class Scorer(Foreign):
-    """A teacher that finds a token the less likely the larger its id. Others are added to it by the rules of `top`."""
-
-    def __init__(self, **routes) -> None:
-        model = {"id": "t", "owned_by": "vllm", "max_model_len": 512}
-        routes = {"/v1/models": (200, {"data": [model]}), SCORES: self.score} | routes
-        super().__init__(**{"/health": (404, {"error": {"message": "no"}})} | routes)
-        self.asked = 0  # rows
-
-    def score(self, body):
-        self.asked += 1
-        return 200, answer(body["prompt"], body["prompt_logprobs"])
-
-
-def answer(ids, top=0, change=lambda rows: rows):
-    rows = [{str(i): {"logprob": logprob(i)} for i in [*range(top), token]} for token in ids]
-    return {"choices": [{"prompt_logprobs": change([None, *rows[1:]])}]}
+NUMBERS = Passes(1.0)
 
 
 def each(rows, change):
@@ -263,3 +243,35 @@ def test_servers_are_asked_where_an_event_loop_runs(student, toy, toy_model, tmp
 @pytest.mark.parametrize("urls", [["localhost:8000"], [], ["http://"], ["http://h:x"]])
 def test_addresses_are_checked_first(student, urls):
     refused(r"teacher\.urls=\[.*\] must name servers, as \[http://HOST:PORT\]", Served, urls, student)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_away_for_a_while_costs_no_rollout(toy, tmp_path):
+    """It answers nothing but 500 from the third rollout on, until it was looked at three times."""
+    found = []
+    for away in (False, True):
+        with Scorer() as server:
+            models, looks = server.routes["/v1/models"], count()
+
+            def score(body, server=server, away=away, models=models, looks=looks):
+                if away and server.asked == 20:
+                    server.routes[SCORES] = (500, None)
+                    server.routes["/v1/models"] = lambda _: models if next(looks) == 3 and back(server) else (500, None)
+                    return 500, None
+                return server.score(body)
+
+            def back(server, score=score, models=models):
+                server.routes |= {SCORES: score, "/v1/models": models}
+                server.asked += 1
+                return True
+
+            server.routes[SCORES] = score
+            words = f"""algo=opd teacher=server teacher.urls=[{server.url}] model=path model.path={toy} debug=smoke callbacks=none
+                rollout.prompts=3 rollout.group_size=2 rollout.num_rollouts=5 max_tokens=8 forecast=false preflight=off
+                trainer=cpu logger=csv output_dir={tmp_path}/{away}"""
+            train(compose_config(*words.split()))
+            found.append(rows(tmp_path / str(away)))
+            assert server.asked > 20
+    for one, other in zip(*found, strict=True):
+        for name in ("teacher/divergence", "loss/grad_norm", "rollout/reward"):
+            assert one.get(name) == pytest.approx(other.get(name), abs=1e-6)

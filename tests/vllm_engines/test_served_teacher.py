@@ -1,4 +1,4 @@
-"""A real vLLM server as a teacher: it scores tokens as a plain forward pass of its model does."""
+"""A real vLLM server as a teacher: it scores tokens as a plain forward pass of its model does, also after a restart."""
 
 import asyncio
 
@@ -30,10 +30,12 @@ def test_a_vllm_server_scores_as_its_model(tmp_path):
     servers.start_all()
     try:
         servers_answer(servers)
-        teacher = Served(servers.urls, Pretrained(folder))
+        teacher = Served(servers.urls, Pretrained(folder), wait=250.0)
         teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
         teacher.attach(model)
         assert teacher.limit == CONTEXT
+        servers.close()  # the next row waits until it is back
+        servers.start_all()
         logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
         hot = Served(servers.urls, Pretrained(folder))
         hot.check(Teaching(1.0), 0.7)

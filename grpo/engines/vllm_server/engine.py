@@ -26,7 +26,7 @@ from grpo.engines.logprobs import is_logprob
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import check_draft, params_of, params_of_each
 from grpo.engines.vllm_server.fleet import Fleet
-from grpo.engines.vllm_server.http import GENERATE, START, Lost, Refused, RemoteServer, addresses, whole
+from grpo.engines.vllm_server.http import GENERATE, START, Lost, Refused, RemoteServer, int_of
 from grpo.engines.vllm_server.launch import Servers, by_hand, check_apart
 from grpo.engines.vllm_server.pool import ATTEMPTS
 from grpo.engines.vllm_server.routing import Routes
@@ -35,8 +35,9 @@ from grpo.engines.weights import as_in_files, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
+from grpo.system.answers import addresses
 from grpo.system.errors import UserError, error_line
-from grpo.system.loops import completed
+from grpo.system.loops import outcome_of
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
 Sync = Literal["disk", "lora", "nccl"]
@@ -114,7 +115,7 @@ class VLLMServerEngine:
         try:
             if self._launched:
                 self._launched.start_all()
-            completed(self._fleet.meet(START if self._launched else wait))
+            outcome_of(self._fleet.meet(START if self._launched else wait))
         except BaseException:
             self.close()
             raise
@@ -178,7 +179,7 @@ class VLLMServerEngine:
                 prompts, params_of_each(params, len(prompts), temperatures), seeds, strict=True
             )
         ]
-        return completed(self._sample(requests, done)) if requests else []
+        return outcome_of(self._sample(requests, done)) if requests else []
 
     async def _sample(self, requests: list[dict], done: Done | None) -> list[Completion]:
         routes = Routes([request["token_ids"] for request in requests], self._homes)
@@ -204,7 +205,7 @@ class VLLMServerEngine:
             raise Lost(f"{server.url}: {refused}") from refused  # it fails, or no longer has the adapter
         with server.reading(GENERATE, answer):
             choice = answer["choices"][0]
-            ids, finish = tuple(map(whole, choice["token_ids"])), choice["finish_reason"]
+            ids, finish = tuple(map(int_of, choice["token_ids"])), choice["finish_reason"]
             logprobs = tuple(token["logprob"] for token in (choice["logprobs"] or {"content": ()})["content"])
             if len(logprobs) != len(ids) or not all(map(is_logprob, logprobs)):
                 raise ValueError(f"with log-probabilities {json.dumps(logprobs)} of {len(ids)} tokens")

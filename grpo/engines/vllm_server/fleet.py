@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from grpo.engines.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
-from grpo.engines.vllm_server.pool import Pool
+from grpo.engines.vllm_server.pool import ServerPool
 from grpo.engines.vllm_server.sync import Behind, Lora, Named, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
-from grpo.system.loops import completed
+from grpo.system.loops import outcome_of
 
 
 @dataclass(eq=False, kw_only=True)
-class Fleet(Pool):
+class Fleet(ServerPool):
     """The servers that sample for a run.
 
     way: how weights reach a server. last_id: the largest id of the model's vocabulary.
@@ -39,7 +39,7 @@ class Fleet(Pool):
         with self.lock:
             self.way.write(model, tensors, label)
             self.expect(label)
-            completed(self.keep(until_one=True))
+            outcome_of(self.keep(until_one=True))
             self.met = True
 
     def expect(self, label: str) -> None:

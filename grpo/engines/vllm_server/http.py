@@ -9,13 +9,14 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
+from grpo.system.answers import reading
 from grpo.system.errors import UserError, one_line
 from grpo.system.output.secrets import bearer
 
@@ -114,19 +115,9 @@ class RemoteServer:
             words = inner[1] or "an assertion failed, see the server's log"
         raise Refused(response.status_code, one_line(words, 500))
 
-    @contextmanager
-    def reading(self, route: str, answer: Any) -> Iterator[None]:
+    def reading(self, route: str, answer: Any) -> AbstractContextManager[None]:
         """Raises Odd if the block cannot read this answer."""
-        try:
-            yield
-        except UserError:
-            raise
-        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            reason = (
-                f", {error}" if type(error) is ValueError else f", without {error}" if type(error) is KeyError else ""
-            )
-            shown = answer if isinstance(answer, str) else json.dumps(answer)
-            raise Odd(f"{self.url}{route} answers what cannot be read{reason}: {one_line(shown, 200)}") from error
+        return reading(self.url + route, answer, Odd)
 
     async def look(self, route: str) -> Any:
         """Return the answer of a route that says how the server is; one that hangs does not hold up the others for long."""
@@ -167,24 +158,12 @@ class RemoteServer:
         answer = await self.look(MODELS)
         with self.reading(MODELS, answer):
             names = [model["id"] for model in answer["data"]]
-            self.context = whole(answer["data"][0]["max_model_len"] or 0) or None
+            self.context = int_of(answer["data"][0]["max_model_len"] or 0) or None
             return names
 
 
-def whole(value: Any) -> int:
+def int_of(value: Any) -> int:
     """Return a whole number of an answer. Raises ValueError for anything else."""
     if type(value) is not int:
         raise ValueError(f"with {json.dumps(value)} in place of a whole number")
     return value
-
-
-def addresses(urls: Sequence[str], key: str, fix: str = "") -> list[str]:
-    """Return addresses of servers, each once. key: that gives them. fix: the end of the error. Raises UserError."""
-    given = [*urls]
-    try:
-        wrong = [url for url in map(httpx2.URL, given) if url.scheme not in ("http", "https") or not url.host]
-    except (TypeError, httpx2.InvalidURL):
-        wrong = given
-    if wrong or not given:
-        raise UserError(f"{key}={given} must name servers, as [http://HOST:PORT]{fix}")
-    return [*dict.fromkeys(url.rstrip("/") for url in given)]

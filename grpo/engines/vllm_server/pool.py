@@ -26,7 +26,7 @@ ATTEMPTS = 5  # failures of one request after which the run ends
 
 
 @dataclass(eq=False, kw_only=True)
-class Pool:
+class ServerPool:
     """The servers of a run. Mutable: servers fail and come back, and the label changes.
 
     wait: seconds without any ready server before an error is raised. concurrency: requests to one server at a time, of all

@@ -23,7 +23,7 @@ from grpo.models.quantized import refuse_quantized
 from grpo.system import distributed
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
-from grpo.system.loops import completed
+from grpo.system.loops import outcome_of
 
 Named = tuple[str, Tensor]
 KEPT = 4  # adapters; an unfinished completion keeps the adapter that it started with
@@ -140,7 +140,7 @@ class Nccl:
     def write(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         """Send the weights. Raises Lost if a server is lost meanwhile; those that are left can take them again."""
         try:
-            completed(self._send(next(model.parameters()).device, tensors, label))
+            outcome_of(self._send(next(model.parameters()).device, tensors, label))
         except Refused as refused:
             raise Lost(f"a vLLM server refuses to pause or to resume: {refused}") from refused
 

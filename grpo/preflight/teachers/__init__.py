@@ -3,6 +3,7 @@ finds the policy's samples likely, and there are texts. They are made only if th
 
 import math
 from dataclasses import replace
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from grpo.objectives.batch import TokenBatch
 from grpo.preflight.imagined import teacher_of
 from grpo.preflight.probe import Checked, Probe, judged
 from grpo.system.distributed import computes_in
+from grpo.system.errors import UserError
 from grpo.system.output.words import plural
+from grpo.teachers.server import Served
 
 HEATS = [n / 20 for n in range(2, 61)]  # temperatures that are tried as the cause of a difference
 NO_DIVERGENCE = Checked("SKIP", "algo.teacher.coef=0: no divergence to a teacher")
@@ -98,6 +101,33 @@ def knows(probe: Probe) -> Checked:
         return Checked("PASS", text)
     remedy = "a model without training, of another template, task or vocabulary: try it with eval.py model.path=FOLDER"
     return Checked("FAIL" if foreign else "WARN", text, remedy)
+
+
+def longest(probe: Probe) -> Checked:
+    """The teacher reads the longest row that an answer can make of the probe's prompts; each server is asked for one, as the run
+    will ask."""
+    if not (module := probe.module).algorithm.teacher.coef:
+        return NO_DIVERGENCE
+    tokens = probe.assigned(probe.tokens)
+    if not (tokens.teaching > 0).any():
+        return NONE_TAUGHT
+    rows, answer = module.read.sequences(), probe.rollouts.plan.sampling.max_tokens
+    prompt, said = max(rows, key=lambda row: len(row[0]))
+    most = max(len(prompt) + answer, max(len(p) + len(c) for p, c in rows))
+    ids = [*prompt, *islice(cycle(said or prompt), most - len(prompt))]
+    for teacher in getattr(module.teacher, "teachers", {"": module.teacher}).values():
+        text = f"the longest row has {most} tokens, and the teacher reads {teacher.limit or 'any number of'}"
+        if most > (teacher.limit or most):
+            return Checked(
+                "FAIL", text, "lower max_tokens or prompt_limit.max_tokens, or take a teacher with more context"
+            )
+        if isinstance(teacher, Served):
+            try:
+                teacher.try_row(ids)
+            except UserError as error:
+                return Checked("FAIL", text, str(error))
+            text += f"; each server scores one, with the {teacher.pool.top} likeliest entries of each token"
+    return Checked("PASS", text)
 
 
 def imitated(probe: Probe) -> Checked:

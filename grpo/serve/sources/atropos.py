@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.source.conversion import Conversion
 from grpo.rollout.types import Group
 from grpo.serve.sources.open_engine import OpenEngine
+from grpo.system.answers import addresses, reading
 from grpo.system.distributed import world_size
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.ranges import Port, Seconds, enforced
@@ -42,7 +44,8 @@ class Atropos:
     timeout: Seconds = 600.0
 
     def __post_init__(self) -> None:
-        self.http = httpx2.Client(base_url=self.url.rstrip("/"), timeout=60, trust_env=False)
+        [self.url] = addresses([self.url], "source.url")
+        self.http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
         self.served, self.registered, self.again = None, False, False
         self.metrics: dict[str, float] = {}
 
@@ -56,7 +59,8 @@ class Atropos:
             print(f"source=atropos: {self.advice()}", flush=True)
         with self.served.open():
             items = self.batch(r, rollouts)
-        samples = (sample for p, item in enumerate(items) for sample in samples_of(p, item))
+        with reading(f"{self.url}/batch", items, RolloutError):
+            samples = [sample for p, item in enumerate(items) for sample in samples_of(p, item)]
         groups = self.convert.groups(samples)
         turns = [turn for group in groups for sample in group for turn in sample.turns]
         age = fmean(r - version for turn in turns for version in turn.completion.versions or (math.nan,))
@@ -89,7 +93,7 @@ class Atropos:
             if answer.get("batch"):
                 return answer["batch"]
             self.registered = "batch" in answer and "status" not in answer
-            waiting = (self.ask("/status") or {}).get("queue_size", 0)
+            waiting = (self.ask("/status") or {}).get("queue_size") or 0
             full = full + 1 if waiting >= size else 0
             if full == SEEN:
                 fix = "every group_size must divide rollout.prompts x rollout.group_size, and no group be larger than the others"
@@ -129,12 +133,12 @@ class Atropos:
         raise RolloutError(f"Registration failed: {self.url} gave no uuid in {TRIES} tries: is it Atropos' run-api?")
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Return an answer of the run-api; None if it gives none, or an error."""
-        try:
+        """Return an answer of the run-api; None if it gives none, an error, or no JSON object."""
+        with suppress(httpx2.HTTPError, ValueError, RecursionError):
             answer = self.http.request("GET" if body is None else "POST", path, json=body)
-            return answer.json() if answer.is_success else None
-        except (httpx2.HTTPError, ValueError):
-            return None
+            content = answer.json() if answer.is_success else None
+            return content if isinstance(content, dict) else None
+        return None
 
 
 def samples_of(p: int, item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
