@@ -4,8 +4,10 @@ and returns.
 S policy, T teacher, mu the policy that sampled, y the sampled token; B rows, C completion tokens, n tokens, V vocabulary.
 """
 
+import math
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from grpo.objectives.teaching import kl
@@ -38,7 +40,8 @@ def topd(teacher_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, group
     least log(1 - alpha). Its return is that, plus the mean of the later rewards in its row; A is the z-score of the return among
     all tokens of the group."""
     mask = mask.to(teacher_logprobs.dtype)
-    reward = (alpha * (teacher_logprobs - rollout_logprobs).expm1()).log1p() * mask
+    gap = teacher_logprobs - rollout_logprobs + math.log(alpha)
+    reward = torch.logaddexp(gap, torch.full_like(gap, math.log1p(-alpha))) * mask
     later, left = (x.flip(1).cumsum(1).flip(1) - x for x in (reward, mask))
     returns = reward + later / left.clamp(min=1)
     numbers, place = group.unique(return_inverse=True)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from grpo.objectives.loss import LARGEST_LOG_RATIO
 from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative, SomeShare, Whole, enforced
 
@@ -25,8 +26,9 @@ def k2(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
-    """rho - 1 - log rho: unbiased, never negative, exactly 0 where the two agree. [B, C]."""
-    log_rho = target_logprobs - logprobs
+    """rho - 1 - log rho: unbiased, never negative, exactly 0 where the two agree. log rho is at most LARGEST_LOG_RATIO, as that
+    of the ratio: beyond it the estimate stays 4.9e8, without a gradient. [B, C]."""
+    log_rho = (target_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return log_rho.expm1() - log_rho
 
 

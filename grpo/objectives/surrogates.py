@@ -54,7 +54,7 @@ def vespo(
     log_ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     k = torch.where(advantages >= 0, k_positive, k_negative)
     scale = torch.where(advantages >= 0, lambda_positive, lambda_negative)
-    factor = (k * log_ratio + scale * (1 - log_ratio.exp())).exp()
+    factor = (k * log_ratio + scale * (1 - log_ratio.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
     return -factor * advantages * logprobs, {"factor": factor}
 
 

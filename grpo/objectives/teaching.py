@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo.objectives.arguments import call, function_of, lacking, named, parameters
 from grpo.objectives.batch import TokenBatch
-from grpo.objectives.loss import Reduce
+from grpo.objectives.loss import LARGEST_LOG_RATIO, Reduce
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, FunctionName, NonNegative, Positive, Share, enforced
 
@@ -84,10 +84,13 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
     """Return the log-probabilities of fewer entries: the kept ones, [n, k], and with a tail all others as one more; without,
     the kept ones alone, renormalised. logprobs: [n, V]; kept: indices, [n, k]."""
     some = logprobs.gather(-1, kept)
-    total = some.logsumexp(-1, keepdim=True)
     if not tail:
-        return some - total
-    return torch.cat([some, (-total.clamp(max=-1e-7).expm1()).log()], dim=-1)
+        return some - some.logsumexp(-1, keepdim=True)
+    if kept.shape[-1] == logprobs.shape[-1]:
+        return some
+    # not 1 less the kept mass, which rounds to nothing where few entries hold nearly all of it
+    others = logprobs.scatter(-1, kept, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([some, others], dim=-1)
 
 
 # a function's parameters may name these; `logprobs` and `teacher_logprobs` are of the sampled tokens
@@ -147,7 +150,7 @@ class Teaching:
 
     def of_sampled(self, logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> Tensor:
         """Return the divergence of each sampled token, [B, C]. logprobs: with gradient; old_logprobs: see `Algorithm`."""
-        ratio = (logprobs - old_logprobs).exp()
+        ratio = (logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
         return batch.divergence * ratio if self.of_rollouts else self.called(batch, logprobs=logprobs, ratio=ratio)
 
     def on_trial(self, logprobs: Tensor, batch: TokenBatch, words: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -185,6 +185,9 @@ class Model(Teacher):
         self.limit = context_of(self.pretrained.config())
         imagined = next(policy.parameters()).is_meta  # for the memory forecast
         self.loaded = (self.pretrained.outline() if imagined else self.pretrained.model()).requires_grad_(False)
+        rows = policy.config.get_text_config().vocab_size
+        if self.loaded.config.get_text_config().vocab_size > rows:  # the padding of its vocabulary has no probability
+            self.loaded.resize_token_embeddings(rows).requires_grad_(False)
 
     def own(self) -> list[Tensor]:
         return [*self.loaded.parameters(), *self.loaded.buffers()]

@@ -32,7 +32,8 @@ PROBED = 256  # ids whose texts are compared
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The largest entries of distributions at n tokens, as a server gives them. The probability of others is unknown, here 0.
+    """The largest entries of distributions at n tokens, as a server gives them. Others share what these leave of the
+    probability, at least 1e-7, which is as exact as the numbers are.
 
     ids: [n, k], `width` where there is none; values: log-probabilities, [n, k]; width: V.
     """
@@ -43,8 +44,11 @@ class Likeliest:
 
     def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`; the server has divided by the temperature."""
-        ids = self.ids[at]
-        return self.values.new_full((len(ids), self.width + 1), -1e4).scatter(1, ids, self.values[at])[:, :width]
+        ids, values = self.ids[at], self.values[at]
+        left = (1 - values.double().exp().sum(1, keepdim=True)).clamp(min=1e-7)
+        others = (self.width - (ids < self.width).sum(1, keepdim=True)).clamp(min=1)
+        every = (left / others).log().to(values.dtype).expand(-1, self.width + 1)
+        return every.scatter(1, ids, values)[:, :width]
 
 
 Row = dict[int, float]  # log-probabilities of a token and of the likeliest ones in its place, by id

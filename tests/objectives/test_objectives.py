@@ -179,6 +179,15 @@ def test_kl_estimators():
     close(k3(policy, target), tensor([[1 - LOG2, 0.0]]))
 
 
+@pytest.mark.parametrize("gap", [20.5, 89.0, 500.0])
+def test_k3_is_bounded_as_the_ratio_is(gap):
+    """e^20 - 21 at most, without a gradient; e^89 is no number of float32. The other side grows as the log-ratio does."""
+    policy = tensor([[-gap - 1, -1.0, -1.0]], requires_grad=True)
+    estimate = k3(policy, tensor([[-1.0, -gap - 1, -19.0]]))
+    close(estimate, tensor([[math.exp(20) - 21, gap - 1 + math.exp(-gap), 17.0]]))
+    close(torch.autograd.grad(estimate.sum(), policy)[0], tensor([[0.0, 1.0, 1.0]]))
+
+
 # -- level of the ratio
 
 ROWS = tensor([[True, True, True], [True, False, False]])

@@ -75,6 +75,13 @@ def test_vespo_weighs_a_row_by_its_own_ratio(moved, advantage, factor):
     close(torch.autograd.grad(loss[:, :2].sum(), logprobs)[0], -factor * advantage * mask, atol=1e-4, rtol=0)
 
 
+def test_vespo_without_its_brake_is_bounded():
+    """W^k with lambda 0: of W = e^60 it would be e^600."""
+    loss, logged = vespo(tensor([[-1.0]]), tensor([[-61.0]]), torch.ones(1, 1), tensor([[True]]), 10.0, 0.0)
+    close(logged["factor"], tensor([[math.exp(20)]]))
+    close(loss, logged["factor"])
+
+
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
     log_ratio, mask = tensor([[0.6, -0.2, 7.0]]), tensor([[True, True, False]])
     close(gmpo(log_ratio, torch.ones(1, 3), mask), torch.full((1, 3), -math.exp(0.1)))  # (0.4 - 0.2) / 2

@@ -11,6 +11,7 @@ from grpo.objectives.distillation import iw_opd, topd, vopd
 from grpo.objectives.teaching import Teaching, coarse, forward, jsd, reverse, sampled
 from grpo.objectives.trial import random_batch
 from grpo.system.errors import UserError
+from grpo.teachers.server import Likeliest
 
 TEACHER = torch.tensor([0.75, 0.25]).log()
 
@@ -56,6 +57,51 @@ def test_few_entries_and_a_tail():
     assert of(2, False) == pytest.approx(0.03810, abs=1e-5)
     assert of(1, False) == 0
     assert coarse(student, torch.tensor([[0]]), True).exp()[0].tolist() == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("k", "value", "slope"), [(1, 13.7576, (0.5, -1 / 6, -1 / 6, -1 / 6)), (2, 13.8317, (0.5, -0.3, -0.1, -0.1))]
+)
+def test_a_certain_student_learns_from_the_tail(k, value, slope):
+    """Logits (30, 0, 0, 0): of k = 1 the tail has 3 e^-30, and D = ln(1/2) + (30 - ln 3) / 2; of k = 2, D =
+    0.5 ln 0.5 + 0.3 (30 + ln 0.3) + 0.2 (30 + ln 0.1). The gradient is S - T, that of the
+    tail shared among its words. 1 less the kept mass would be 0 in float32."""
+    z, teacher = torch.tensor([[30.0, 0, 0, 0]], requires_grad=True), torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
+    D = Teaching(1.0, "forward", top_k=k, top_of="teacher").of_words(z.log_softmax(-1), teacher, torch.zeros(1).long())
+    assert D.item() == pytest.approx(value, abs=1e-4)
+    assert torch.autograd.grad(D, z)[0][0].tolist() == pytest.approx(slope, abs=1e-6)
+
+
+def test_all_entries_leave_no_tail():
+    student, teacher = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.6, 0.2, 0.2]]).log()
+    for k in (3, 5):
+        found = Teaching(1.0, "reverse", top_k=k).of_words(student, teacher, torch.zeros(1).long())
+        assert found.item() == pytest.approx(0.03048, abs=1e-5)
+
+
+def test_what_a_server_leaves_out_shares_the_rest():
+    """Two of five words are listed, 0.5 and 0.3: the others have 0.2 / 3 each. Where all are certain they have 1e-7 / 3."""
+    listed = torch.tensor([[0.5, 0.3], [0.9, 0.1]]).log()
+    whole = Likeliest(torch.tensor([[1, 3], [4, 0]]), listed, 5).logprobs(slice(None), 1.0, 5).exp()
+    third = 0.2 / 3
+    assert whole[0].tolist() == pytest.approx([third, 0.5, third, 0.3, third])
+    assert whole[1].tolist() == pytest.approx([0.1, 0, 0, 0, 0.9], abs=1e-6) and 2e-8 < whole[1, 1] < 5e-8
+    padded = Likeliest(
+        torch.tensor([[2, 5]]), torch.tensor([[math.log(0.6), -1e4]]), 5
+    )  # one entry where others have two
+    assert padded.logprobs(slice(None), 1.0, 5).exp()[0].tolist() == pytest.approx([0.1, 0.1, 0.6, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("gap", [21.0, 89.0, 500.0])
+def test_a_ratio_of_a_divergence_is_bounded(gap):
+    logprobs, batch = random_batch()
+    batch = replace(batch, teaching=torch.ones(2, 3), teacher_logprobs=batch.rollout_logprobs)
+    logprobs = (batch.old_logprobs + gap).detach().requires_grad_()
+    D = Teaching(1.0, lambda ratio, teacher_logprobs: ratio * teacher_logprobs).of_sampled(
+        logprobs, batch.old_logprobs, batch
+    )
+    torch.testing.assert_close(D, math.exp(20) * batch.teacher_logprobs)
+    assert not torch.autograd.grad(D.sum(), logprobs)[0].any()
 
 
 def test_traps_of_the_sampled_divergence():
@@ -129,6 +175,8 @@ def test_topd_by_hand():
     assert found[1, 2] == 0
     alone = torch.tensor([2.0, 2.0, 1.0]) * up
     assert found[2].tolist() == pytest.approx(((alone - alone.mean()) / alone.std(correction=0)).tolist(), abs=2e-3)
+    far = topd(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-101.0, -1.0]]), torch.ones(1, 2), torch.zeros(1).long())
+    assert far.tolist()[0] == pytest.approx([1, -1], abs=1e-3)  # log(e^100 / 2), where e^100 is no number of float32
     floor = topd(torch.tensor([[-90.0, -1.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2), torch.zeros(1).long())
     # the reward of a word that the teacher excludes is log(1 - alpha)
     assert floor.tolist()[0] == pytest.approx([-1, 1], abs=1e-3)

@@ -125,6 +125,22 @@ def test_a_model_scores_as_a_plain_forward_pass(toy, other, layout):
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_padding_of_a_teachers_vocabulary_has_no_probability(toy, other, tmp_path):
+    """Its head has 30 more rows, ten times as large as those of words: with them a word would have nearly no probability."""
+    padded = fresh(other)
+    words = padded.config.vocab_size
+    padded.resize_token_embeddings(words + 30, mean_resizing=False)
+    padded.get_output_embeddings().weight[words:] = 10 * padded.get_output_embeddings().weight[:30]
+    padded.save_pretrained(tmp_path)
+    Pretrained(str(other)).tokenizer().save_pretrained(tmp_path)
+    batch, passes = tokens(), Passes(HEAT)
+    found = attached(model(tmp_path, toy), toy).logprobs(batch, passes)
+    torch.testing.assert_close(found, of_tokens(truth(other, batch, HEAT), batch), atol=1e-5, rtol=0)
+    wrong = truth(padded, batch, HEAT)
+    assert (of_tokens(wrong, batch) - found).abs().max() > 1
+
+
 def test_the_start_stays_while_the_policy_moves(toy):
     batch = tokens()
     for lora in (False, True):
