@@ -26,9 +26,9 @@ from grpo.config.composing import composed
 from grpo.config.validation import check_values
 from grpo.system.errors import UserError
 from grpo.system.output.secrets import learn, masked_argument
+from grpo.system.root import ROOT
 
 TEMPLATES = Path(__file__).parent / "apps"
-ROOT = TEMPLATES.parents[1]
 KINDS = ("slurm", "torchrun", "compose", "skypilot")
 FOLDER = "hydra.run.dir="
 SERVER = "vllm.entrypoints.openai.api_server"

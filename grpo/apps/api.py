@@ -24,6 +24,7 @@ from grpo.config.foreign import ARGUMENTS, SETTINGS, known_elsewhere
 from grpo.config.objects import placed
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
+from grpo.system.root import ROOT
 
 if TYPE_CHECKING:  # `import grpo` needs no torch
     from torch import nn
@@ -209,7 +210,7 @@ def timed_folder(kind: str) -> str:
 @cache
 def script(name: str) -> ModuleType:
     """Return train.py or eval.py as a module, also where another program has a file of that name."""
-    spec = spec_from_file_location(f"grpo_{name}", CONF.parent / f"{name}.py")
+    spec = spec_from_file_location(f"grpo_{name}", ROOT / f"{name}.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

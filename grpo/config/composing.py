@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -11,10 +10,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from grpo.config.hydra_speed import hasten
+from grpo.system.root import ROOT
 
 hasten()
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = ROOT / "conf"
 
 
 def composed(config_name: str, overrides: Sequence[str], return_hydra_config: bool = False) -> DictConfig:

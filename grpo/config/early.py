@@ -17,7 +17,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.config.composing import CONF
 from grpo.config.validation import arguments, needed, no_value
 from grpo.data.dataset import Dataset, no_column, not_given
 from grpo.data.glance import columns_in
@@ -26,6 +25,7 @@ from grpo.engines.only_vllm import NOT_APART
 from grpo.objectives.arguments import too_old
 from grpo.rewards.resolve import ALWAYS, SHIPPED, lacks, not_imported, not_in, not_shipped
 from grpo.system.errors import UserError
+from grpo.system.root import PACKAGE
 
 NEEDED = (  # what train.py builds
     *("adapter", "algo", "callbacks", "engine", "eval", "logger", "model", "module", "optim", "play", "prompt_limit"),
@@ -158,7 +158,7 @@ def definition_of(name: str, what: str) -> Definition | None:
     owner, colon, attribute = name.rpartition(":")
     if not colon and ("." in name or "/" in name or Path(name).exists()):
         return None
-    file = Path(owner).expanduser() if colon else CONF.parent / f"{SHIPPED.replace('.', '/')}.py"
+    file = Path(owner).expanduser() if colon else PACKAGE.parent / f"{SHIPPED.replace('.', '/')}.py"
     if not file.is_file():
         raise not_imported(what, name, FileNotFoundError(f"there is no file {owner}"))
     try:

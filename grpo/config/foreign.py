@@ -1,20 +1,17 @@
-"""Names of settings in other systems, and what they are here: the tables of docs/migration.md as data.
+"""Names of settings in other systems, and what they are here. foreign.tsv has the tables of docs/migration.md, by
+benchmarks/foreign.py.
 
 A key that does not exist is looked up here before a similar one is guessed.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from grpo.config.composing import CONF
-
-PAGE = CONF.parent / "docs" / "migration.md"
+FILE = Path(__file__).with_name("foreign.tsv")
 SETTINGS, ARGUMENTS = ("TRL", "flag"), ("argument",)  # headers of first columns: names of settings, arguments of Python
-IN_TICKS = re.compile(r"`([^`]+)`")
 
 
 @dataclass(frozen=True)
@@ -37,28 +34,13 @@ class Foreign:
 
 @cache
 def tables(headers: tuple[str, ...] = SETTINGS) -> Mapping[str, list[Foreign]]:
-    """Return the rows of the tables with these headers, by `plain_name` name; empty without the page."""
+    """Return the rows of the tables with these headers, by `plain_name` name."""
     found: dict[str, list[Foreign]] = defaultdict(list)
-    system = header = ""
-    with suppress(OSError):
-        for line in PAGE.read_text(encoding="utf-8").splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-            if line.startswith("## "):
-                system = line.removeprefix("## ")
-            header = (header or cells[0]) if cells else ""
-            if header in headers and len(cells) == 3:
-                for row in rows(system, *cells):
-                    found[plain_name(row.name)].append(row)
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        header, *row = line.split("\t")
+        if header in headers:
+            found[plain_name(row[1])].append(Foreign(*row))
     return found
-
-
-def rows(system: str, first: str, here: str, remark: str) -> list[Foreign]:
-    """Return the settings of a row. Several names share all keys, unless there is one key for each."""
-    names, keys = IN_TICKS.findall(first), IN_TICKS.findall(here)
-    pairs = list(zip(names, keys, strict=True)) if len(names) == len(keys) else None
-    remark = re.sub(r"\[([^]]*)\]\([^)]*\)|`", lambda link: link[1] or "", remark).partition("; ")[0]
-    answer = " and ".join(keys) or here
-    return [Foreign(system, name, key, remark) for name, key in pairs or [(name, answer) for name in names]]
 
 
 def plain_name(name: str) -> str:

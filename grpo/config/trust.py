@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo.config.composing import CONF
 from grpo.system.errors import UserError
+from grpo.system.root import ROOT
 
 # keys whose value is run as a command, or lets foreign code run
 RUNS = ("command", "trust_remote_code", "unconfined", "sandbox")
@@ -96,7 +97,7 @@ def origin_of(package: str) -> Path | None:
 def holds(path: Path, folder: Path) -> bool:
     """Return whether a file belongs to the project at hand: below the working folder or this project, in no run's folder."""
     path = path.resolve()
-    for root in (Path.cwd().resolve(), CONF.parent.resolve()):
+    for root in (Path.cwd().resolve(), ROOT.resolve()):
         between = [parent for parent in path.parents if root in parent.parents]
         in_a_run = folder.resolve() in path.parents or any((parent / "manifest.json").exists() for parent in between)
         if root in path.parents and not in_a_run and "site-packages" not in path.parts:

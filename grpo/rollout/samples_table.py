@@ -93,18 +93,29 @@ def token_divergences(groups: Sequence[Group], size: int, tokens: "TokenBatch") 
     return {"divergence": [[values.get(i * size + j) for j in range(len(group))] for i, group in enumerate(groups)]}
 
 
-def replayable(groups: Iterable[Group]) -> dict[str, list]:
-    """Return columns for `records` that `source=file` reads: rows with their prompts, and the advantages that were given."""
-    rows = [[[plain_row(row, sample) for row in rows_of_turns(sample.turns)] for sample in group] for group in groups]
+def replayable(groups: Iterable[Group], version: int) -> dict[str, list]:
+    """Return columns for `records` that `source=file` reads: rows with their prompts, and the advantages that were given.
+    version: see `versions_of`."""
+    rows = [[plain_rows(sample, version) for sample in group] for group in groups]
     advantages = [[sample.reward.advantage for sample in group] for group in groups]
     return {"rows": rows, "given_advantage": advantages}
 
 
-def plain_row(row: Row, sample: Sample) -> dict[str, list]:
-    """Return a row of a sample in the form of rollout/source/conversion.py."""
-    read = len(row.prompt_ids)
+def plain_rows(sample: Sample, version: int) -> list[dict[str, list]]:
+    """Return the rows of a sample in the form of rollout/source/conversion.py."""
+    from grpo.rollout.staleness import versions_of  # imports torch
+
+    sampled = iter(versions_of([sample], version))
+    versions = [[next(sampled) for _ in turn.completion.ids] for turn in sample.turns]
+    return [plain_row(row, sample, versions) for row in rows_of_turns(sample.turns)]
+
+
+def plain_row(row: Row, sample: Sample, versions: Sequence[Sequence[int]]) -> dict[str, list]:
+    """Return a row of a sample. versions: of each token of each turn."""
+    read, left = len(row.prompt_ids), list(map(iter, versions))
     sampled, logprobs = [False] * read + [*row.sampled], [0.0] * read + [*row.logprobs]
     plain: dict[str, list] = {"ids": [*row.prompt_ids, *row.ids], "sampled": sampled, "logprobs": logprobs}
+    plain["versions"] = [0] * read + [0 if k < 0 else next(left[k]) for k in row.turns]
     of_turns = [turn.completion.temperature for turn in sample.turns]
     if any(of_turns):
         plain["temperatures"] = [None] * read + [None if k < 0 else of_turns[k] for k in row.turns]

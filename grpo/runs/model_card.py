@@ -15,8 +15,9 @@ from grpo.evaluation.statistics import Estimate
 from grpo.runs.runs import Run
 from grpo.system.metrics import written
 from grpo.system.output.words import plural
+from grpo.system.root import ROOT
 
-PRESETS = Path(__file__).parents[2] / "conf" / "algo"
+PRESETS = ROOT / "conf" / "algo"
 TEMPLATE = str(Path(__file__).with_name("model_card.md.jinja"))
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from grpo.system.files import surviving, write_text
 from grpo.system.output.secrets import hidden
+from grpo.system.root import PACKAGE, ROOT
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).parents[2]
 # the patch has their changes
-OURS = [ROOT / name for name in ("grpo", "tasks", "hydra_plugins", "train.py", "eval.py")]
+OURS = [PACKAGE, *(ROOT / name for name in ("tasks", "hydra_plugins", "train.py", "eval.py"))]
 PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 # an environment may take the packages of another one
 PYTHON += [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]

@@ -102,7 +102,7 @@ def test_a_sample_may_bring_its_temperature(convert, toy):
     assert collate([[whole]]).temperature.tolist() == [pytest.approx([0.7, 0.7, 0, 0.7, 0.7])]
     assert collate([[parts]]).temperature.tolist() == [[0.5, 0.5, 0, 0, 0]]
     assert collate([[one(convert, given())]]).temperature is None
-    [[[row]]] = replayable([[parts]])["rows"]
+    [[[row]]] = replayable([[parts]], 0)["rows"]
     assert row["temperatures"] == [None, None, 0.5, 0.5, None, None, None]
     for wrong in (0, -1.0, "0.7"):
         with pytest.raises(

@@ -43,18 +43,20 @@ class Recorded:
         if "rows" not in table.column_names or not len(table):
             fix = "record a run with callbacks.samples.token_logprobs=true"
             raise UserError(f"source.path={self.path} has no tokens in {self.tables[r].name}: {fix}")
-        rows = enumerate(table.to_pylist())
-        return self.convert.groups((f"{self.tables[r]}, row {i}", row_of_a_run(row)) for i, row in rows)
+        rows, later = enumerate(table.to_pylist()), r + 1 - int(self.tables[r].stem)
+        return self.convert.groups((f"{self.tables[r]}, row {i}", row_of_a_run(row, later)) for i, row in rows)
 
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return no metrics."""
         return {}
 
 
-def row_of_a_run(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of a run's table in the form of conversion.py."""
+def row_of_a_run(row: Mapping[str, Any], later: int) -> dict[str, Any]:
+    """Return a sample of a run's table in the form of conversion.py. later: rollouts by which it is replayed later than it was
+    learned from; its tokens are as stale as they were then."""
+    rows = [one | {"versions": [v + later for v in one["versions"]]} if one.get("versions") else one for one in row["rows"]]
     parts = {name: x for name, x in row.items() if name.startswith("reward/") and x is not None}
     sample = {"group": row["prompt_index"], "advantage": row["given_advantage"]}
     sample |= {"parts": {name.removeprefix("reward/"): x for name, x in parts.items()}}
     sample |= {"finish": "length" if row["truncated"] else "stop"}
-    return sample | {name: row[name] for name in ("rows", "reward", "correct")}
+    return sample | {"rows": rows, "reward": row["reward"], "correct": row["correct"]}

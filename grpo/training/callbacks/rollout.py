@@ -76,6 +76,7 @@ class RolloutCallback(L.Callback):
         if (not self.ahead or not self.ahead.flying) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
         batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
+        batch.version = rollout.version
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
         groups, size = [batch.groups[i] for i in mine], batch.scores.rewards.shape[1]
         tokens = with_staleness(collate(groups, [i * size for i in mine]), groups, rollout.version, self.learned)

@@ -39,7 +39,7 @@ class Samples(L.Callback):
             if "overlong" in batch.scores.parts:
                 columns["overlong"] = batch.scores.parts["overlong"].tolist()
             if self.token_logprobs:
-                columns |= replayable(batch.groups)
+                columns |= replayable(batch.groups, batch.version)
                 if batch.tokens.divergence is not None:
                     columns |= token_divergences(batch.groups, batch.scores.rewards.shape[1], batch.tokens)
             self.write("rollouts", rollout, batch.groups, columns)

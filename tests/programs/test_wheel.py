@@ -1,0 +1,51 @@
+"""The wheel that CONTRIBUTING.md builds, in an environment that has nothing else, away from the checkout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+HERE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+IN_PYTHON = """
+import grpo
+run = grpo.train("tiny", rollout={"num_rollouts": 2, "prompts": 4}, preflight="off", **{"eval.limit": 20}, output_dir="mine")
+print(run.status, len(run.metrics), grpo.__file__)
+"""
+
+
+def output(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.nightly
+def test_an_installed_wheel_trains_the_demo(tmp_path):
+    """Also evaluates it, resumes it, and knows the settings of other systems."""
+    source, empty = tmp_path / "source", tmp_path / "empty"
+    empty.mkdir()
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
+    for name in listed.strip("\0").split("\0"):  # without what a checkout keeps beside them
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(ROOT / name, source / name)
+    output(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    output(python, "-m", "pip", "install", "--quiet", "build", cwd=tmp_path)
+    output(python, "-m", "build", "--outdir", tmp_path / "dist", source, cwd=tmp_path)
+    output(python, "-m", "pip", "install", "--quiet", *(tmp_path / "dist").glob("*.whl"), cwd=tmp_path)
+
+    status, rollouts, file = output(python, "-c", IN_PYTHON, cwd=empty).splitlines()[-1].split()
+    assert (status, rollouts) == ("finished", "3") and Path(file).is_relative_to(tmp_path / "venv")
+    more = ("ckpt_path=mine", "hydra.run.dir=typed", "rollout.num_rollouts=3")
+    output(python, "-m", "grpo", "train", *more, cwd=empty)
+    assert json.loads((empty / "typed" / "manifest.json").read_text())["rollouts"] == 3
+    output(python, "-m", "grpo", "eval", "run=typed", "eval.limit=10", cwd=empty)
+    typed = subprocess.run(
+        [python, "-m", "grpo", "train", "num_generations=4"], cwd=empty, env=HERE, capture_output=True, text=True
+    )
+    assert typed.returncode == 1 and "TRL's num_generations is rollout.group_size here" in typed.stderr
