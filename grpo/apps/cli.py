@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from traceback import format_exc
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -39,6 +40,7 @@ from grpo.env.types import Task
 from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
+from grpo.system.output.console import to_logs
 from grpo.system.output.pipe import quiet_pipe
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.settings import flat
@@ -125,6 +127,7 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         if in_sweep():
             raise  # the sweep continues with the next job, and the sweeper raises this again at the end
         if FULL_ERROR or (line := explain(error, config_name, sys.argv[1:])) is None:
+            to_logs(format_exc())
             raise
         mistake = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
         print(f"{mistake.kind}{hidden(line)}", file=sys.stderr)
@@ -132,6 +135,7 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         folder = None if hydra is None else OmegaConf.select(hydra, "hydra.runtime.output_dir")
         if folder and not rank_variable():
             remove_unused(Path(folder))
+        to_logs(f"{mistake.kind}{line}")
         sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from grpo.preflight.probe import Checked, Probe
 from grpo.rollout.draw import is_source
 from grpo.system import distributed
 from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory
+from grpo.system.output.console import console
 from grpo.system.ranges import require
 from grpo.system.states import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -111,9 +111,9 @@ class PreflightCallback(L.Callback):
         """Print the time of the checks and of the plan, and the plan."""
         if self.verdicts:
             parts = {"the engine's start": self.start} | {name: v.seconds for name, v in self.verdicts.items()}
-            Console().print(f"preflight: {probe.allowance.line(parts)}", soft_wrap=True, highlight=False)
+            console().print(f"preflight: {probe.allowance.line(parts)}", soft_wrap=True, highlight=False)
         for line in self.plan.lines():
-            Console().print(line, soft_wrap=True, highlight=False)
+            console().print(line, soft_wrap=True, highlight=False)
 
     def judge(self) -> None:
         """End the run if a check failed, or if only the checks were wanted."""
@@ -176,4 +176,4 @@ def show_verdict(name: str, verdict: Checked) -> None:
     words = f"[{color}]{verdict.result}[/] {name}, {verdict.seconds:.1f} s: {escape(verdict.compared)}"
     if verdict.remedy:
         words += f"\n     {escape(verdict.remedy)}"
-    Console().print(words, soft_wrap=True, highlight=False)
+    console().print(words, soft_wrap=True, highlight=False)

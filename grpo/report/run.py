@@ -1,6 +1,7 @@
 """Collects the data for the page of a run: key numbers, curves with intervals, warnings, and a bounded number of samples."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -74,7 +75,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "revision": git and git["revision"][:10] + (" with local changes" if git["dirty"] else ""),
         "hardware": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
         "torch": noted.get("versions", {}).get("torch"),
-        "command": " ".join(noted.get("command", [])),
+        "command": shlex.join((commands := noted.get("commands") or [noted.get("command", [])])[0]),
+        "resumed by": "; ".join(map(shlex.join, commands[1:])),
         **{f"preflight: {name}": f"{check['result']}: {check['compared']}" for name, check in checks.items()},
     }
     return [(name, value) for name, value in values.items() if value]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -90,7 +90,9 @@ def make_trainer(
             logger=logger,
             plugins=[RunCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run
-            enable_checkpointing=False,  # callbacks.checkpoint does it, by rollouts
+            enable_checkpointing=any(
+                isinstance(each, Checkpoint) for each in callbacks
+            ),  # by rollouts; or none is made
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,

@@ -1,5 +1,6 @@
 """The output of a run in the terminal: during the run, at its end, and when it is stopped."""
 
+import logging
 import math
 import re
 import signal
@@ -8,9 +9,12 @@ import lightning as L
 import pytest
 from conftest import compose_config
 from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.evaluation.display import history
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
 from grpo.rollout.types import Sample
@@ -156,7 +160,28 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, interr
             *smoke("callbacks=[terminal]", "rollout.num_rollouts=3", f"ckpt_path={tmp_path}", "resume.changes=allow")
         )
     )
-    assert "rollout 3/3" in capsys.readouterr().out
+    said = capsys.readouterr().out  # of the whole run, not only of its last part
+    assert "rollout 3/3" in said and re.search(r"\n rollouts +3 ", said.rpartition("the run")[2])
+    assert re.search(r"held out, first .* after 0 ", said) and "held out, last" in said
+
+
+def test_the_log_has_what_the_terminal_shows_at_its_width(tmp_path, monkeypatch):
+    """Lines whole, tables without colors, no movement of the cursor; secrets are masked."""
+    monkeypatch.setenv("COLUMNS", "60")
+    handler = logging.FileHandler(tmp_path / "train.log")
+    logging.getLogger().addHandler(handler)
+    try:
+        out, line = console(force_terminal=True), "many words " * 30
+        with Live(Text("first rollout ..."), console=out, transient=True, auto_refresh=False) as live:
+            live.update(Text("second rollout ..."), refresh=True)
+            out.print(f"[green]PASS[/] {line}", soft_wrap=True)
+            out.print(history([(0, {"eval/accuracy": 0.5})]))
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    first, *table = (tmp_path / "train.log").read_text().splitlines()
+    assert first == f"PASS {line}".rstrip() and "held-out examples" in table[0] and "50.0 %" in table[-2]
+    assert not any("\x1b" in each or "rollout ..." in each for each in table)
 
 
 def test_the_lines_that_change_in_place_fit_into_80_columns():

@@ -54,7 +54,9 @@ class Recorded:
 def row_of_a_run(row: Mapping[str, Any], later: int) -> dict[str, Any]:
     """Return a sample of a run's table in the form of conversion.py. later: rollouts by which it is replayed later than it was
     learned from; its tokens are as stale as they were then."""
-    rows = [one | {"versions": [v + later for v in one["versions"]]} if one.get("versions") else one for one in row["rows"]]
+    rows = [
+        one | {"versions": [v + later for v in one["versions"]]} if one.get("versions") else one for one in row["rows"]
+    ]
     parts = {name: x for name, x in row.items() if name.startswith("reward/") and x is not None}
     sample = {"group": row["prompt_index"], "advantage": row["given_advantage"]}
     sample |= {"parts": {name.removeprefix("reward/"): x for name, x in parts.items()}}

@@ -1,16 +1,39 @@
-"""The console of every program."""
+"""The console of every program. A run's log has what it prints."""
 
+import logging
 import os
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
+from rich.control import Control
 
 UNBROKEN = 10_000  # columns of output that is no terminal
+LOG = 120  # columns of tables in a log
+
+
+class Logged(Console):
+    """Rich's console, whose texts and tables go to the log files of the root logger, too."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        if objects and not isinstance(objects[0], Control):  # which moves the cursor
+            with StringIO() as plain:
+                Console(file=plain, width=LOG).print(*objects, **options)
+                to_logs(plain.getvalue().rstrip())
+
+
+def to_logs(text: str) -> None:
+    """Write a text to the log files of the root logger, and not to the terminal."""
+    record = logging.LogRecord("grpo", logging.INFO, "", 0, text, (), None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
 
 
 def console(**options: Any) -> Console:
     """Return rich's console for standard output, with these options of rich. Its lines are as wide as the terminal. In a file
     or a pipe, where rich assumes 80 columns, they are not wrapped, unless the environment has COLUMNS."""
-    ours = Console(**options)
+    ours = Logged(**options)
     narrow = ours.is_terminal or ours.is_jupyter or "COLUMNS" in os.environ
-    return ours if narrow else Console(**options, width=UNBROKEN)
+    return ours if narrow else Logged(**options, width=UNBROKEN)

@@ -43,7 +43,7 @@ class UnsavedError(UserError):
     exit_code = 74  # EX_IOERR of sysexits.h
 
 
-class Checkpoint(L.Callback):
+class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after all others, so that it has their states
     """Writes checkpoints, every `every` rollouts, at the end, when a reward fails, and when the run is asked to stop.
 
     They go to `folder`:
@@ -200,10 +200,10 @@ class Checkpoint(L.Callback):
     def state_dict(self) -> dict:
         best = str((self.folder / "best").resolve())
         monitored = {"monitor": [self.monitor, self.mode], "best_value": self.best_value}
-        return {"rollouts": self.rollouts, "best": best, **monitored}
+        return {"rollouts": self.rollouts, "best": best, "seconds": self.seconds, **monitored}
 
     def load_state_dict(self, state: dict) -> None:
-        self.rollouts, best = state.get("rollouts", 0), Path(state["best"])
+        self.rollouts, self.seconds, best = state.get("rollouts", 0), state.get("seconds", 0.0), Path(state["best"])
         if not best.is_dir() or state.get("monitor", ["eval/accuracy", "max"]) != [self.monitor, self.mode]:
             return  # it was deleted, or is the best by another metric: the search for the best starts again
         self.best_value = state["best_value"] if "best_value" in state else state["best_accuracy"]

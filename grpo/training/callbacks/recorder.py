@@ -9,7 +9,7 @@ from grpo.training.batch import RolloutBatch
 
 class Recorder(L.Callback):
     """Sends the numbers of `module.note`, and those that callbacks have put into `batch.metrics` since EvaluationCallback sent
-    the others. It comes last. Numbers that are noted at the end of the run are sent then."""
+    the others. Only Checkpoint comes later. Numbers that are noted at the end of the run are sent then."""
 
     step = 0
 

@@ -9,6 +9,16 @@ from grpo.evaluation.display import share_with_interval
 from grpo.evaluation.evaluator import Evaluation
 from grpo.system.metrics import TIMES, percent
 
+WAITS = {"rollouts ahead": "time/played", "engine idle": "time/engine_idle", "wait for weights": "time/weights"}
+NEEDED = (
+    *TIMES,
+    *WAITS.values(),
+    "rollout/tokens",
+    "memory/rollout",
+    "memory/update",
+    "time/eval",
+)  # metrics of a rollout
+
 
 def clock(seconds: float) -> str:
     """Return a duration as hours:minutes:seconds."""
@@ -26,9 +36,9 @@ def summary(
 ) -> Table:
     """Return the table of a run.
 
-    learned: the metrics of each rollout. seconds: duration of the whole run. warned: the metrics that had a warning. checkpoint:
-    seconds of writing checkpoints. calls: seconds of environments and rewards, by their names, which other parts include. lost:
-    the rollouts of policies that are not on the disk, so that none of them is the best.
+    learned: the metrics of each rollout, at least the NEEDED ones. seconds: duration of the whole run. warned: the metrics that
+    had a warning. checkpoint: seconds of writing checkpoints. calls: seconds of environments and rewards, by their
+    names, which other parts include. lost: the rollouts of policies that are not on the disk, so that none of them is the best.
     Accuracies are on the held-out examples, with a 95 % confidence interval for other examples of the same kind.
     """
     rows = [*learned, *(evaluation.metrics for evaluation in evaluations if evaluation.rollout == 0)]
@@ -43,8 +53,7 @@ def summary(
     table.add_row("time", f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout")
     for name, part in spent.items():
         table.add_row(f"  {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
-    names = {"rollouts ahead": "time/played", "engine idle": "time/engine_idle", "wait for weights": "time/weights"}
-    sums = {name: sum(row.get(kind, 0.0) for row in learned) for name, kind in names.items()}
+    sums = {name: sum(row.get(kind, 0.0) for row in learned) for name, kind in WAITS.items()}
     calls = {name: part for name, part in sums.items() if part} | dict(calls)
     for name, part in calls.items():
         table.add_row(f"beside: {name}", f"{clock(part)}, {percent(part / seconds, 0)}")

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
+from grpo.evaluation.statistics import Estimate
 from grpo.rollout.types import Sample
 from grpo.runs.waiting import about_waits
 from grpo.system.calls import SPENT
@@ -29,7 +30,7 @@ from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.rollout import RolloutCallback
-from grpo.training.callbacks.summary import clock, summary
+from grpo.training.callbacks.summary import NEEDED, clock, summary
 from grpo.training.trainer import callbacks_of
 
 SPARKS = 40  # evaluations in the sparkline
@@ -100,12 +101,34 @@ class Terminal(L.Callback):
         self.progress = Live(Text("first rollout ..."), console=self.console, transient=True, auto_refresh=False)
         self.last: RolloutBatch | None = None
         self.begun = time.perf_counter()
+        self.seconds, self.spent = 0.0, {}  # of the run that this one resumes
+
+    def state_dict(self) -> dict:
+        """Return what the summary tells about the run so far."""
+        evaluations = [
+            {
+                "rollout": each.rollout,
+                "seconds": each.seconds,
+                "estimates": {k: [*v] for k, v in each.estimates.items()},
+            }
+            for each in self.evaluations.values()
+        ]
+        learned = [{name: row[name] for name in NEEDED if name in row} for row in self.learned]
+        seconds = time.perf_counter() - self.begun
+        return {"learned": learned, "evaluations": evaluations, "seconds": seconds, "spent": dict(SPENT)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.learned, self.seconds, self.spent = state["learned"], state["seconds"], state["spent"]
+        for each in state["evaluations"]:
+            estimates = {name: Estimate(*values) for name, values in each["estimates"].items()}
+            self.evaluations[each["rollout"]] = Evaluation(each["rollout"], (), estimates, seconds=each["seconds"])
 
     @rank_zero_only
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock before on_train_start, in which the policy is evaluated, since that is part of the run's time."""
-        self.begun = time.perf_counter()
+        self.begun = time.perf_counter() - self.seconds
         SPENT.clear()
+        SPENT.update(self.spent)
         if self.console.is_terminal:
             self.progress.start(refresh=True)
 
@@ -123,7 +146,7 @@ class Terminal(L.Callback):
 
     @rank_zero_only
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
-        self.last = batch
+        first, self.last = self.last is None, batch
         self.learned.append(batch.metrics)
         self.note(batch.evaluations)
         rollout = batch.rollout + 1
@@ -134,7 +157,7 @@ class Terminal(L.Callback):
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
         if due and not self.console.is_terminal:
             self.line(f"rollout {line}")
-        between = len(self.learned) > 1 and rollout < self.num_rollouts
+        between = not first and rollout < self.num_rollouts
         if between and self.samples_every and rollout % self.samples_every == 0:
             self.show(batch)
 
