@@ -18,9 +18,9 @@ class Logged(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
         if objects and not isinstance(objects[0], Control):  # which moves the cursor
-            with StringIO() as plain:
-                Console(file=plain, width=LOG).print(*objects, **options)
-                to_logs(plain.getvalue().rstrip())
+            Console(file=(plain := StringIO()), width=LOG).print(*objects, **options)
+            if text := plain.getvalue().rstrip():
+                to_logs(text)
 
 
 def to_logs(text: str) -> None:
