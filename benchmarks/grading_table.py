@@ -2,23 +2,30 @@
 
     python benchmarks/grading_table.py
 
+It also grades the pairs of tests/data/grading_pairs.txt, like and unlike answers of all sorts, and prints how many are as wanted.
+
 A rule is a line `# Rule: what it says`, and the lines below it are its cases. A case is a right answer with answers that equal it
 (`~`) or do not (`≠`): `1/2 ~ 0.5 ~ .5 ≠ 2`.
 """
 
 import re
+import sys
 from itertools import groupby
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from grpo.rewards.math.grading import verdict
+
 ROOT = Path(__file__).parents[1]
-CASES, PAGE = ROOT / "tests/data/grading_rules.txt", ROOT / "docs/grading.md"
+CASES, PAIRS = (ROOT / f"tests/data/grading_{name}.txt" for name in ("rules", "pairs"))
+PAGE = ROOT / "docs/grading.md"
 BEGIN, END = "<!-- cases: python benchmarks/grading_table.py -->\n", "<!-- end of cases -->\n"
 
 
-def cases() -> list[tuple[str, str, dict[str, list[str]]]]:
-    """Return (rule, gold, answers that are right or wrong)."""
+def cases(file: Path = CASES) -> list[tuple[str, str, dict[str, list[str]]]]:
+    """Return (rule, gold, answers that are right or wrong) of a file."""
     rule, found = "", []
-    for line in CASES.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             rule = line[2:]
         else:
@@ -51,6 +58,9 @@ def _code(texts: list[str]) -> str:
 
 def main() -> None:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    for wanted, name in (("right", "like"), ("wrong", "unlike")):
+        pairs = [(answer, gold) for _, gold, answers in cases(PAIRS) for answer in answers[wanted]]
+        print(f"{len(pairs)} pairs of {name} answers, {wanted}:", sum(verdict(*pair) == wanted for pair in pairs))
     PAGE.write_text(f"{before}{BEGIN}\n{table()}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import math
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import comb
 from threading import Thread
 from typing import Any
@@ -51,18 +53,22 @@ def all_of_k(n: int, c: int, k: int) -> float:
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
     """Return the probability that the most frequent answer is right; ties are broken at random. arXiv 2203.11171.
 
-    Answers count as the same if they are equal without algebra. A sample without an answer has no vote; without votes it is 0.
+    Answers vote together if they are equal without algebra, or if a chain of equal answers joins them: 28, 28% and 0.28. So the
+    order of the samples does not matter. A sample without an answer has no vote; without votes it is 0.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
         if isinstance(answer, str):  # pandas may have NaN for None
-            same = next((other for other in votes if equal(answer, other)), answer)
-            votes.setdefault(same, []).append(is_right)
-    if not votes:
+            votes.setdefault(answer, []).append(is_right)
+    classes: list[dict[str, list[bool]]] = []  # of equal answers
+    for answer, verdicts in votes.items():
+        joined = [each for each in classes if any(equal(answer, other) or equal(other, answer) for other in each)]
+        classes = [each for each in classes if each not in joined] + [dict(ChainMap({answer: verdicts}, *joined))]
+    if not classes:
         return 0.0
-    most = max(map(len, votes.values()))
-    winners = [np.mean(verdicts) for verdicts in votes.values() if len(verdicts) == most]
-    return float(np.mean(winners))
+    counted = [[*chain.from_iterable(each.values())] for each in classes]
+    most = max(map(len, counted))
+    return float(np.mean([np.mean(verdicts) for verdicts in counted if len(verdicts) == most]))
 
 
 def values_of(example: Example, names: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import pandas as pd
@@ -89,6 +90,13 @@ def test_the_k_of_pass_at_k():
 )
 def test_majority(answers, right, value):
     assert majority(answers, right) == pytest.approx(value)
+
+
+def test_a_majority_does_not_depend_on_the_order_of_samples():
+    """28 equals 28\\%, which equals 0.28, which does not equal 28: three votes, of which two are right, beside two for 7."""
+    samples = [("28", True), ("28\\%", True), ("0.28", False), ("7", False), ("7", False)]
+    found = {majority(*map(list, zip(*order, strict=True))) for order in permutations(samples)}
+    assert found == {2 / 3}
 
 
 def test_a_small_evaluation_by_hand():

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import math_verify.grader as comparing
 import sympy
@@ -18,12 +19,19 @@ from sympy.core.relational import Relational
 
 from grpo.env.types import Outcome
 from grpo.rewards.math.exact import MOST_BITS, ROUGH, same_number, size
+from grpo.rewards.math.forms.structure import items_of
 
 ALARM = 3.0  # seconds that a worker computes in each step
 
 _COMMAND = re.compile(r"\\text\s*\{[^{}]*\}|\\(?:begin|end|mathbb)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _AND = re.compile(r"\band\b|\\(?:land|wedge)\b")
 _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+# {n pi : n in Z}, or x = n pi, n in Z: the expressions, the unknown that they are for, and its domain
+_FAMILY = re.compile(
+    r"(?:\\\{ ?)?(?:([a-zA-Z](?:_\w)?|\\[a-z]+) ?(?:=|\\in) ?)?(?:\\\{ ?)?([^:;|]*?),? ?"
+    r"(?::|;|\||\\mid|,|\(|\\text ?\{ ?(?:for|where|with)[a-z ]*\}) ?(?:\\forall ?)?"
+    r"([a-z]) ?\\in ?\\mathbb ?\{([ZN])\} ?\)?(?: ?\\\})?"
+)
 _OUTCOME: dict[bool, Outcome] = {True: "right", False: "wrong"}
 
 
@@ -33,11 +41,17 @@ def by_algebra(answer: str, gold: str) -> Outcome:
     An answer that it cannot read is wrong; a gold answer that it cannot read raises.
     """
     try:
+        if family := _FAMILY.fullmatch(gold):
+            return _OUTCOME[_same_family(_FAMILY.fullmatch(answer), family)]
         theirs = _parse(gold)
         if not answer:
             return "wrong"
         try:
             ours = _parse(answer)
+            with _alarm(ALARM):
+                (ours, our_name), (theirs, name) = _solved(ours, answer), _solved(theirs, gold)
+            if our_name and name and our_name != name:
+                return "wrong"
             if _differ(ours, theirs) or _other_letters(answer, gold, getattr(ours, "is_Symbol", False)):
                 return "wrong"
             with _alarm(ALARM):
@@ -78,12 +92,60 @@ def _parse(text: str):
     if not readings:
         raise ValueError(f"math-verify cannot read {text!r}")
     value = readings[0]
-    relations = isinstance(value, sympy.FiniteSet) and all(isinstance(item, Relational) for item in value.args)
-    if relations and len(value.free_symbols) == 1:
-        joined = sympy.Intersection if _AND.search(text) else sympy.Union  # x > 2 and x < 3, but x < 2 or x > 3
-        return joined(*(item.as_set() for item in value.args))
     units = {symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"}
     return value.subs(units) if units and not isinstance(value, Relational) else value
+
+
+def _same_family(ours: re.Match | None, gold: re.Match) -> bool:
+    """Return whether two families have the same members: 2n+1 and 2k-1 for all integers, but not for all natural numbers."""
+    if ours is None or ours[4] != gold[4]:
+        return False
+    members, theirs = (
+        [_parse(item).subs(sympy.Symbol(x[3], real=True), _N) for item in items_of(x[2])] for x in (ours, gold)
+    )
+    return all(any(_same_members(x, y, gold[4]) for y in theirs) for x in members) and all(
+        any(_same_members(x, y, gold[4]) for x in members) for y in theirs
+    )
+
+
+_N = sympy.Symbol("n", integer=True)
+
+
+def _same_members(x: Expr, y: Expr, domain: str) -> bool:
+    steps = [simplify(item.subs(_N, _N + 1) - item) for item in (x, y)]
+    if domain != "Z" or any(step.has(_N) or step == 0 for step in steps):
+        return simplify(x - y) == 0
+    offset = simplify((x - y).subs(_N, 0) / steps[1])
+    return bool(simplify(steps[0] ** 2 - steps[1] ** 2) == 0 and offset.is_integer)
+
+
+def _solved(x, text: str):
+    """Return the set of an inequality in one unknown, or of several, and the unknown; else what is given, and nothing.
+
+    x > 2 and x < 3 is an intersection, and so is a list with x != 3; x < 2 or x > 3 is a union.
+    """
+    each = x.args if isinstance(x, sympy.FiniteSet) else (x,)
+    simple = all(isinstance(item, Relational | sympy.And) and not isinstance(item, Eq) for item in each)
+    if isinstance(x, sympy.And) and len(x.free_symbols) > 1 and not x.has(Eq):
+        return sympy.FiniteSet(*(part.reversed if part.rel_op in (">", ">=") else part for part in x.args)), None
+    if not simple or not each or len(x.free_symbols) != 1:
+        return x, None
+    (unknown,) = x.free_symbols
+    apart = _AND.search(text) or any(item.has(sympy.Ne) for item in each)
+    joined = sympy.Intersection if apart else sympy.Union
+    try:
+        found = joined(*(_interval(item, unknown) for item in each))
+    except NotImplementedError:
+        return x, None
+    return found, unknown
+
+
+def _interval(x, unknown) -> sympy.Set:
+    if isinstance(x, sympy.And):
+        return sympy.Intersection(*(_interval(part, unknown) for part in x.args))
+    if isinstance(x, sympy.Ne):
+        return sympy.Complement(sympy.S.Reals, sympy.solveset(x.lhs - x.rhs, unknown, sympy.S.Reals))
+    return sympy.solveset(x, unknown, sympy.S.Reals)
 
 
 def _is_equation(x) -> bool:
@@ -154,7 +216,22 @@ def _symbolic(a, b) -> bool:
     scalars = isinstance(a, Expr) and isinstance(b, Expr) and not (_percent(a) or _percent(b))
     if scalars and not (a.free_symbols or b.free_symbols):
         return False
-    return _by_simplifying(a, b)
+    if _by_simplifying(a, b):
+        return True
+    unknowns = sympy.ordered(a.free_symbols | b.free_symbols) if scalars else ()
+    return scalars and len(a.free_symbols | b.free_symbols) <= 3 and _same_for_reals(a, b, [*unknowns])
+
+
+def _same_for_reals(a: Expr, b: Expr, unknowns: list) -> bool:
+    """Return whether two expressions have the same real values: sqrt(1/n) and 1/sqrt(n) have none for negative n."""
+    names = [sympy.Dummy(positive=True) for _ in unknowns]
+    for signs in product((1, -1), repeat=len(names)):
+        point = [(old, sign * new) for old, sign, new in zip(unknowns, signs, names, strict=True)]
+        x, y = a.subs(point), b.subs(point)
+        same = simplify(x - y) == 0 or (-1 in signs and x.is_real is False and y.is_real is False)
+        if not same:
+            return False
+    return True
 
 
 _by_math_verify, _by_simplifying = comparing.sympy_numeric_eq, comparing.sympy_symbolic_eq

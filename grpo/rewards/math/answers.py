@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import LARGE, Value, same, value
+from grpo.rewards.math.forms.kinds import Kind, kind_of_answer, same_kind, several_words, without_text
 from grpo.rewards.math.spelling import PLAIN, SPECIAL, clean
-from grpo.rewards.math.units import apart, factor, temperature
+from grpo.rewards.math.units import apart, compound, factor, temperature
 
 MAX_LENGTH = 1000  # characters of an answer worth reading; longer ones are loops, and some take minutes
 MAX_NESTING = 10  # of brackets, where algebra is needed
@@ -113,13 +114,17 @@ _CHOICE = re.compile(
 _OTHER_CHOICE = re.compile(
     r"(?i:or|and|not|is|,|;|/|&)\b|[,;/&+=*^-]|\(?[A-J][).:]|.*(?:\([A-J]\)|\b[A-J][):])|[A-J]$|(?:wrong|incorrect)$"
 )
+# 18 apples (10 red and 8 green)
+_REMARK = re.compile(
+    r"^([0-9.,]+ (?:\\text ?\{)?[a-zA-Z ]{3,}?\}?) ?\((?!.*\b(?:or|not|about|if|wrong)\b)(?=[^()]*[a-z]{3})[^()]*\)(\}?)$"
+)
 
 
 class Reading(NamedTuple):
     """An answer: cleaned (text), without its units (amount), that as `name = body`, and the value of a plain arithmetic body.
 
     unit: the units and words after the amount, percent among them. equation: whether it is an equation in unknowns, which
-    defines nothing.
+    defines nothing. kind: what it is if it is no mathematics to compute with.
     """
 
     text: str
@@ -130,6 +135,7 @@ class Reading(NamedTuple):
     body: str
     equation: bool
     value: Value | None
+    kind: Kind | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -138,6 +144,11 @@ def reading_of(answer: str) -> Reading:
     text = clean(answer)
     if PLAIN.fullmatch(text):
         return Reading(text, text, "", False, "", text, False, value(text))
+    if kind := kind_of_answer(text):
+        return Reading(text, text, "", False, "", text, False, None, kind)
+    if total := compound(text):
+        return Reading(text, str(total[0]), total[1], False, "", str(total[0]), False, total[0])
+    text = _REMARK.sub(r"\1\2", text)
     amount, unit = apart(text)
     percent = amount.endswith("%")
     amount, unit = amount.rstrip("% "), f"percent {unit}".strip() if percent else unit
@@ -291,15 +302,19 @@ def _equal_lists(ours: str, gold: str) -> bool | None:
 def equal(answer: str, gold: str) -> bool | None:
     """Return whether two answers are equal, without rounding and without algebra; None if it takes algebra to decide."""
     ours, theirs = reading_of(answer), reading_of(gold)
-    if ours.text == theirs.text:
+    if ours.text == theirs.text or without_text(ours.text) == without_text(theirs.text):
         return True
     bare = not (ours.unit or ours.percent or ours.name or theirs.unit or theirs.percent or theirs.name)
     if bare and ours.value is not None and theirs.value is not None:
         return same(ours.value, theirs.value)
     if (verdict := _equal_choices(ours.text, theirs.text)) is not None:
         return verdict
+    if (ours.kind or theirs.kind) and (
+        verdict := same_kind(ours.text, ours.kind, theirs.text, theirs.kind)
+    ) is not None:
+        return verdict
     if _WORDS.fullmatch(theirs.text):
-        return words(ours.text) == words(theirs.text)
+        return words(ours.text) == words(theirs.text) or (None if several_words(theirs.text) else False)
     if theirs.text.isalpha() and len(theirs.text) > 2 and words(ours.text) == words(theirs.text):
         return True
     bases = [_BASED.fullmatch(reading.text.replace(" ", "")) for reading in (ours, theirs)]

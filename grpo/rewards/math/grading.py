@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from grpo.env.types import Outcome
 from grpo.rewards.math.answers import MAX_LENGTH, equal, for_algebra, readable, reading_of, sound
+from grpo.rewards.math.forms.structure import matched
 from grpo.system.workers import WorkerError, Workers
 
 DEADLINE = 4.5  # seconds, without those in which a worker waits for a core; real answers take 0.4 at most
@@ -27,6 +28,12 @@ def _decide(answer: str, gold: str) -> Outcome:
         raise WorkerError("there is no gold answer")
     if len(answer) <= MAX_LENGTH and (same := equal(answer, gold)) is not None:
         return "right" if same else "wrong"
+    if readable(answer) and readable(gold):
+        same = matched(reading_of(answer).text, reading_of(gold).text, lambda x, y: _decide(x, y) == "right")
+        if same is not None:
+            return "right" if same else "wrong"
+    if any(reading.kind and reading.kind.name == "words" for reading in map(reading_of, (answer, gold))):
+        return "wrong"
     ours, theirs = for_algebra(answer, gold) if readable(answer) else ("", reading_of(gold).amount)
     outcome = ALGEBRA.call(ours, theirs)
     if outcome == "timeout":

@@ -47,7 +47,11 @@ _CHARACTERS = _Characters(
             ("÷\u2044\u2215", "/"), ("°º˚", "^\\circ "), ("∞", "\\infty "), ("×✕⨯", "\\times "), ("·⋅∙•∗", "\\cdot "),
             ("±", "\\pm "), ("≤⩽≦", "\\le "), ("≥⩾≧", "\\ge "), ("≠", "\\ne "), ("∪", "\\cup "), ("∩", "\\cap "),
             ("∈", "\\in "), ("∅", "\\emptyset "), ("∖", "\\setminus "),
-            ("∨", " or "), ("∧", " and "), ("∣", "|"), ("∶", ":"), ("⟨〈", "("),
+            ("∨", "\\lor "), ("∧", "\\land "), ("¬", "\\neg "), ("⊕", "\\oplus "), ("→⟶⇒⟹", "\\to "),
+            ("↔⇔⟺", "\\leftrightarrow "), ("⇌", "\\rightleftharpoons "), ("∀", "\\forall "), ("∃", "\\exists "),
+            ("≡", "\\equiv "), ("⊥", "\\perp "), ("∥", "\\parallel "), ("≅", "\\cong "), ("△", "\\triangle "),
+            ("∠", "\\angle "), ("…⋯", "\\ldots "), ("∓", "\\mp "), ("“”", '"'), ("元圆", " yuan "), ("∣", "|"), ("∶", ":"),
+            ("⟨〈", "("),
             ("⟩〉", ")"), ("⌊", "\\lfloor "), ("⌋", "\\rfloor "), ("⌈", "\\lceil "), ("⌉", "\\rceil "), ("′’", "'"),
             ("ϕ", "\\phi "), ("ϵ", "\\epsilon "), ("。", "."), ("、", ","),
         ]
@@ -99,24 +103,66 @@ def _money(match: re.Match) -> str:
     return f"{sign}{number.rstrip('. ')}\\text{{ {_CURRENCY[currency.replace(' ', '').rstrip('.')]} }}{rest}"
 
 
+def _joined(match: re.Match) -> str:
+    """Between relations, \\lor is a word."""
+    return re.sub(r"\\l(or|and)(?![a-zA-Z])", r" \1 ", match[0])
+
+
 def _grouped(match: re.Match) -> str:
     """12'345 without its separators."""
     return re.sub(r"\D", "", match[0])
 
 
+def _components(match: re.Match) -> str:
+    """3i - 2j, with unit vectors, as (3,-2)."""
+    terms = re.findall(r"([-+]?)\s*([^-+]*?)\s*(?:\\cdot\s*)?\\mathbf\{([ijk])\}", match[0])
+    found = {axis: sign.strip("+") + (size or "1") for sign, size, axis in terms}
+    left = re.sub(r"[-+]?[^-+]*?\\mathbf\{[ijk]\}", "", match[0]).strip()
+    axes = "ijk" if "k" in found else "ij"
+    return match[0] if left or len(found) < len(terms) else f"({','.join(found.get(axis, '0') for axis in axes)})"
+
+
+def _in_base(match: re.Match) -> str:
+    """243 (base 7) as 243_{7}."""
+    base = match[2] or match[3]
+    number = base if base.isdigit() else _NUMBERS.get(base)
+    return match[0] if number is None else f"{match[1].strip()}_{{{number}}}"
+
+
+def _number_word(match: re.Match) -> str:
+    """Forty-two in digits."""
+    number, units = _NUMBERS[match[1].lower()], _NUMBERS.get((match[2] or "").lower(), 0)
+    return match[0] if units and (number < 20 or number % 10) else str(number + units)
+
+
+_TO_NINETEEN = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBERS = {word: number for number, word in enumerate(_TO_NINETEEN.split(" "))}
+_NUMBERS |= {word: 10 * tens for tens, word in enumerate(_TENS.split(" "), 2)}
 _CURRENCY = {
     "$": "dollar", "€": "euro", "EUR": "euro", "£": "pound", "GBP": "pound", "¥": "yen", "JPY": "yen", "₹": "rupee",
-    "INR": "rupee", "Rs": "rupee", "¢": "cent",
+    "INR": "rupee", "RMB": "yuan", "CNY": "yuan", "Rs": "rupee", "¢": "cent",
 }  # fmt: skip
-_SIGN = r"[$€£¥₹¢]|\b(?:EUR|GBP|JPY|INR)\b|\bRs\b\.?"
+_SIGN = r"[$€£¥₹¢]|\b(?:EUR|GBP|JPY|INR|RMB|CNY)\b|\bRs\b\.?"
 _INSIDE = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"  # up to three brackets deep
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
+_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺₀₁₂₃₄₅₆₇₈₉", "0123456789-+0123456789")
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
-        (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}"),
+        (r"[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}"),
         (r"[₀-₉]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}"),
+        (r"\\tag\*?\s*\{[^{}]*\}", ""),
+        (
+            r"\\(?:colorbox|fcolorbox\s*\{[^{}]*\})\s*\{[^{}]*\}\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+            lambda match: match[1].replace("$", ""),
+        ),
+        (r"\\ce\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r"\1"),
+        (r"\{:\}|\\colon(?![a-zA-Z])", ":"),
+        (r"\\(?:c|l)?dots[cbmio]?(?![a-zA-Z])|\.{3,}", r"\\ldots "),
         (r"\\begin\s*\{(?:align|gather|split|equation)(?:ed)?\*?\}(.*?)\\end\s*\{\w+\*?\}", _rows),
         (r"^\s*\\begin\s*\{array\}\s*\{[a-z| ]*\}([^&]*?)(?:\\\\)?\s*\\end\s*\{array\}\s*$", _rows),
         (r"^\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]$", _matrix),
@@ -131,6 +177,41 @@ _REWRITES = [
         (rf"(?:(?<![\\a-zA-Z])abs|\\operatorname\s*\{{abs\}})\s*{_INSIDE}", r"|\1|"),
         (rf"(?<![\\a-zA-Z])(floor|ceil)(?:ing)?\s*{_INSIDE}", r"\\l\1 \2\\r\1 "),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\displaystyle|(?<!\\)\\!\s*", ""),
+        (
+            r"[(\[]\s*\\begin\s*\{(array|(?:small)?matrix)\}(?:\s*\{[lcr| ]*\})?(.*?)\\end\s*\{\1\}\s*[)\]]",
+            r"\\begin{pmatrix}\2\\end{pmatrix}",
+        ),
+        (r"\\(begin|end)\s*\{[bB]?matrix\}", r"\\\1{pmatrix}"),
+        (r"\\begin\s*\{cases\}|\\end\s*\{cases\}", lambda match: match[0].replace(" ", "")),
+        (r"\\math(?:bf|bb)\s*\{([RZQNC])\}$", r"\\mathbb{\1}"),
+        (r"\\mathcal\s*\{?\s*O\s*\}?", "O"),
+        (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r" \1 "),
+        (
+            r"\\(?:mathbf|boldsymbol|bm|hat|vec|mathbf\s*\{\s*\\hat)\s*\{\s*(?:\\math(?:bf|rm)\s*\{)?\\?([ijk])(?:math)?\s*\}+",
+            r"\\mathbf{\1}",
+        ),
+        (r"^[^=]*\\mathbf\{[ijk]\}[^=]*$", _components),
+        (
+            r"(?:\\(?:text|operatorname|mathrm)\s*\{\s*cis\s*\}|\\?(?<![a-zA-Z])cis(?![a-z]))(?:\\[,;! ])*\s*"
+            r"(\([^()]*\)|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|[0-9.]+\s*\^\s*(?:\\circ|\{\\circ\})|[0-9]*\\?[a-z]+)",
+            r"(\\cos \1+i\\sin \1)",
+        ),
+        (
+            r"^([^_]*[0-9A-F])\s*(?:\(\s*base[ -]([0-9]+)\s*\)|_\s*\{?\s*\\text\s*\{\s*(?:base\s*)?([0-9]+|[a-z]+)\s*\}\s*\}?)$",
+            _in_base,
+        ),
+        (r"^\\text\s*\{([0-9A-F]+)\}\s*_", r"\1_"),
+        (r"^([0-9.]+)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*([0-9.]+)$", r"\1:\2"),
+        (
+            rf"(?i)^(?:\\text\s*\{{\s*)?({'|'.join(_NUMBERS)})(?:[- ](one|two|three|four|five|six|seven|eight|nine))?\s*\}}?$",
+            _number_word,
+        ),
+        (r"^(?:negative|minus)\s+(?=[0-9\\])", "-"),
+        (
+            r"^([a-z])\s*\\neq?\s*([^,<>=\\]+(?:,[^,<>=\\]+)+)$",
+            lambda match: ", ".join(f"{match[1]}\\ne {x}" for x in match[2].split(",")),
+        ),
+        (r"(\\(?:Theta|Omega|Gamma|Phi|Psi)) (?=\()", r"\1"),
         (r"(?:\bUS\s*)?\\\$|\bUS\s*\$|\bUSD\b", "$"),
         (r"\\(?:pounds|textsterling)(?![a-zA-Z])", "£"),
         (r"\\(?:euro|texteuro)(?![a-zA-Z])", "€"),
@@ -141,8 +222,11 @@ _REWRITES = [
         (r"^\\text\s*\{\s*((?:-?[$€£]?[0-9]|[a-zA-Z]\s*=)[^{}]*)\}$", r"\1"),
         (r"(?<![\w)}])\*\*([^*]*)\*\*|^\*\*|\*\*\.?$", r"\1"),  # bold, not a power
         (r"\\[lr]brace(?![a-zA-Z])", lambda match: "\\{" if match[0][1] == "l" else "\\}"),
-        (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-zA-Z])|[:|])(.*)\\\}$", r"\1"),  # {x | x < 2}
-        (r"\\\{\s*\\\}", r"\\emptyset"),
+        (
+            r"^\\\{\s*[a-z]\s*(?:\\in\s*(?:\\mathbb\s*\{?R\}?|\\R)\s*)?(?:\\mid(?![a-zA-Z])|[:|])(.*)\\\}$",
+            r"\1",
+        ),  # {x | x < 2}
+        (r"\\\{\s*\\\}|^(?:\\text\s*\{\s*)?(?:the )?empty set\s*\}?$", r"\\emptyset"),
         (r"\\R(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
         (r"\\backslash", r"\\setminus"),
         (r"\\(?:operatorname|mathrm)\s*\{((?:arc)?(?:sin|cos|tan)|ln|log|exp)\}", r"\\\1 "),
@@ -153,8 +237,15 @@ _REWRITES = [
         (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
         (rf"(?<![\\a-zA-Z{{])({_GREEK})(?![a-zA-Z}}])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:oo|inf(?:inity|ty)?)(?![a-zA-Z])", r"\\infty "),
-        (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
-        (r"\\(?:land|wedge)(?![a-zA-Z])", " and "),
+        (
+            r"\\(?:implies|(?:long|Long)?[rR]ightarrow|xrightarrow\s*\{[^{}]*\})(?![a-zA-Z])|--?>|(?<= )=>(?= )",
+            r"\\to ",
+        ),
+        (r"\\(?:iff|(?:Long|long)?[lL]eftrightarrow)(?![a-zA-Z])", r"\\leftrightarrow "),
+        (r"\\lnot(?![a-zA-Z])", r"\\neg "),
+        (r"\\vee(?![a-zA-Z])", r"\\lor "),
+        (r"\\wedge(?![a-zA-Z])", r"\\land "),
+        (r"^.*(?:[<>=]|\\(?:[lgn]eq?|in)(?![a-zA-Z])).*$", _joined),
         (r"([)\]}])\s*(?:\\text\s*\{\s*)?U(?:\s*\})?\s*(?=[(\[]|\\\{)", r"\1\\cup "),
         (
             r"^\]([^\[\](){}]*[,;][^\[\](){}]*)([\[\])])$",
@@ -189,11 +280,12 @@ _REWRITES = [
         (r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{([0-9]{1,50})\}", lambda match: _repeating(*match.groups())),
         (r"(?<![0-9.])([0-9]*)\.([0-9]*)\(([0-9]{1,50})\)(?![0-9^!])", lambda match: _repeating(*match.groups())),
         (
-            r"(?<=[0-9])\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b\s*\}?",
+            r"(?<=[0-9])\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b(?:\s*\})?",
             lambda match: f"\\cdot 10^{{{_ZEROS[match[1]]}}}",
         ),
         (r"\s+", " "),
         (rf"^([-+]?) ?(?:\\text ?\{{ ?)?({_SIGN}) ?\}}? ?(?=[-+.0-9\\(])(.*?)((?: ?\\text.*| [a-zA-Z].*)?)$", _money),
+        (rf"(?<=[0-9}}]) ?\\text ?\{{ ?({_SIGN}) ?\}}", r" \1"),
         (rf"(?<=[0-9}}]) ?({_SIGN})(?![0-9])", lambda match: f"\\text{{ {_CURRENCY[match[1].rstrip('.')]} }}"),
         (rf"{_SIGN}", ""),
         (r"\\text ?\{ ?\\frac ?\{([^{}]*)\} ?\{([^{}]*)\} ?\}", r"\\text{\1/\2}"),

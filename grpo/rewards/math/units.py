@@ -22,10 +22,13 @@ _NO_UNIT = (  # they make another number
     "thousandths?|hundredths?|tenths?|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|squared|cubed|"
     "factorial|plus|minus|times|over|divided|(?:square |cube )?roots?|not|never|wrong|lakhs?|crores?|score|gross"
 )
+_POWER = r"(?:\s*\^\s*\{?-?[0-9]\}?)?"
+_SPACED = "[mgshlLNJKWVAM]|Pa|[kMG]?eV|m[AVWJTNKs]|ns|dm|pm|dL|[kKMGT]B|dB|Bq|Gy|Sv"  # only after a space
 _TAIL = re.compile(
     r"(?<=[0-9}%])(?:\s*\^\s*\\circ\s*(?:[CFKNSEW]\b)?|\s*(?:\\mu\s*|[kM]\s*)?(?:\\Omega\b|(?<=mu )[mglLsAVW]\b)|"
-    rf"(?:\s*-?\s*(?:{_SHORT})\b|[ -](?!(?:{_NO_UNIT})\b)(?:[mgshL]|of|up|AD|BCE?|CE|[a-zA-Z]{{3,}})\b)"
-    r"(?:[ /.]+[a-zA-Z]+)*\.?(?:\s*\^\s*\{?-?[0-9]\}?)?)\s*$"
+    rf"(?:\s*-?\s*(?:{_SHORT})\b|[ -](?!(?:{_NO_UNIT})\b)(?:{_SPACED}|of|up|AD|BCE?|CE|[a-zA-Z]{{3,}})\b){_POWER}"
+    rf"(?:(?:[ /.]+|\s*\\cdot\s*)[a-zA-Z]+{_POWER})*\.?)\s*$"
+    rf"|(?<=\\pi )(?:(?:{_SHORT})\b|[a-z]{{4,}})(?: [a-z]{{2,}})*{_POWER}\s*$"
     r"|(?<=[0-9a-zA-Z)}\]%])(?:\s*(?:/|\\cdot|\\mu)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?)+\s*$"
 )
 _OTHER_NUMBER = re.compile(rf"(?:{_NO_UNIT})\b")
@@ -51,6 +54,7 @@ def _plain(tail: str) -> str:
         lambda match: f" deg{match[1]} " if match[1] else " degree ",
         tail,
     )
+    tail = re.sub(r"(?i)\bdegrees? (celsius|fahrenheit)\b", lambda match: f"deg{match[1][0].upper()}", tail)
     tail = re.sub(r"\\mu\s*(?:\\text\s*\{\s*)?", " µ", tail)
     tail = tail.replace("\\Omega", "ohm").replace("\\cdot", "*").replace("^{", "^")
     tail = re.sub(r"(?:\\text|[\\{}()\s])+", " ", tail).replace(" ^", "^")
@@ -64,8 +68,32 @@ def _abbreviated(match: re.Match) -> str:
     return f"degree {_COMPASS[match[3]]}" if match[3] else f"{match[1]}{match[2]}"
 
 
+_COMPOUND = re.compile(
+    r"([0-9][0-9.,]*) ?([a-zA-Z]+)(?:,? and |, | )([0-9][0-9.,]*) ?([a-zA-Z]+)(?:(?:,? and |, | )([0-9][0-9.,]*) ?([a-zA-Z]+))?"
+)
+
+
+def compound(text: str) -> tuple[Fraction, str] | None:
+    """Return 6 ft 2 in as 74 and "in"; None for anything else. Each unit is smaller than the one before."""
+    match = _COMPOUND.fullmatch(re.sub(r"\s+", " ", re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text)).strip())
+    if not match:
+        return None
+    numbers = [number.replace(",", "") for number in match.groups()[::2] if number]
+    names = [name for name in match.groups()[1::2] if name]
+    if any(_unit([name]) is None for name in names) or len(set(names)) < len(names):
+        return None
+    factors = [factor(name, names[-1]) for name in names]
+    if None in factors or factors != sorted(factors, reverse=True):
+        return None
+    return sum((Fraction(number) * times for number, times in zip(numbers, factors, strict=True)), Fraction(0)), names[
+        -1
+    ]
+
+
 def factor(ours: str, gold: str) -> Fraction | None:
     """Return the factor that converts our number to the gold's unit: 1 if one of them has no unit, None if they disagree."""
+    if ours in ("M", "K") and not gold:  # millions or molar, thousands or kelvin
+        return None
     if not ours or not gold or ours == gold:
         return Fraction(1)
     (our_unit, our_words), (unit, words) = _read(ours), _read(gold)
@@ -89,7 +117,10 @@ def temperature(value: Fraction, ours: str, gold: str) -> Fraction | None:
     if not _offset(our_unit, unit):
         return None
     with _LOCK:
-        return Fraction(_pint().Quantity(value, our_unit).to(unit).magnitude)
+        try:
+            return Fraction(_pint().Quantity(value, our_unit).to(unit).magnitude)
+        except (ValueError, TypeError):  # a product with a scale in it
+            return None
 
 
 def _offset(*units) -> bool:
@@ -102,7 +133,7 @@ def _read(tail: str) -> tuple[object, str]:
     """Return the unit with which a text begins, None if with none, and the words after it."""
     words = tail.split()
     for end in range(len(words), 0, -1):
-        if words[0].casefold() not in _ONLY_WORDS and (unit := _unit(words[:end])) is not None:
+        if (words == ["A"] or words[0].casefold() not in _ONLY_WORDS) and (unit := _unit(words[:end])) is not None:
             return unit, _singular(words[end:])
     return None, _singular(words)
 
@@ -131,7 +162,7 @@ def _pint():
     units = UnitRegistry(non_int_type=Fraction)
     for line in [
         "dollar = [money]", "cent = dollar / 100", "euro = [euros]", "yen = [yens]", "rupee = [rupees]",
-        "kmph = kilometer / hour", "gm = gram", "@alias pound = GBP",
+        "yuan = [yuans]", "kmph = kilometer / hour", "gm = gram", "@alias pound = GBP", "@alias yuan = RMB = CNY",
     ]:  # fmt: skip
         units.define(line)
     return units
