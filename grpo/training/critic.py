@@ -6,13 +6,11 @@ the tokens of an update, on all ranks, and is added to the policy's. Its paramet
 rate is their own, and their gradient is clipped by itself.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from grpo.models.critic import Critic, logprobs_and_states, states_before, states_disagreement
 from grpo.models.gradient_checkpointing import recomputing
@@ -83,7 +81,8 @@ class ActorCritic(GRPOModule):
         seed: int,
         critic: ValueLearning,
     ) -> None:
-        optim = replace(optim, optimizer=partial(with_group, optim.optimizer, critic.lr))
+        of_critic = {f"{NAMES}*": {"lr": critic.lr, "part": "value"}}
+        optim = replace(optim, groups={**of_critic, **(optim.groups or {})})
         super().__init__(policy, algorithm, optim, temperature, num_rollouts, seed)
         self.learning, self.critic = critic, critic.critic(policy)
         self.pretraining = False  # whether only the critic learns from this rollout
@@ -190,15 +189,6 @@ class ActorCritic(GRPOModule):
         errors = value_loss(self.values, microbatch.values, microbatch.targets, self.learning.clip)
         learned = self.token_share * (errors * microbatch.mask).sum()
         return learned if self.pretraining else loss + learned, logged | {"value": errors.detach()}
-
-
-def with_group(make: Callable[[list], Optimizer], lr: float, parameters: Iterable[tuple[str, Tensor]]) -> Optimizer:
-    """Return make's optimizer, in which the critic's parameters are a group with this learning rate."""
-    parameters = list(parameters)
-    optimizer = make([(name, p) for name, p in parameters if not name.startswith(NAMES)])
-    if of_critic := [(name, p) for name, p in parameters if name.startswith(NAMES)]:
-        optimizer.add_param_group({"params": of_critic, "lr": lr, "part": "value"})
-    return optimizer
 
 
 def value_metrics(tokens: TokenBatch, returns: Tensor) -> dict[str, float]:

@@ -64,7 +64,7 @@ class GRPOModule(ModuleState):
 
     def configure_optimizers(self):
         trained, offload = self.trained(), self.optim.offload and not is_sharded(self.policy)
-        optimizer = with_masters(trained, self.optim.optimizer, offload)
+        optimizer = with_masters(trained, self.optim.make, offload)
         self.by_hand = offload or any(p.dtype in LOW for p in trained.values())  # DDP sees no masters
         return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
 

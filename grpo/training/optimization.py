@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError
 from grpo.system.output.words import plural
-from grpo.system.ranges import Count, Positive, Share, enforced
+from grpo.system.ranges import Count, NonNegative, Positive, Share, enforced, require
+from grpo.system.users_code import is_own, of_user
 from grpo.training.loss_scale import LossScale, LossScaling
 from grpo.training.meter import Means
 
@@ -32,7 +34,7 @@ MOST = 10_000  # steps of a schedule that are tried, in a tenth of a second
 class Optimization:
     """How the policy is optimized.
 
-    optimizer: from named parameters to an Optimizer.
+    optimizer: from named parameters, or groups of them, to an Optimizer. groups: see `by_pattern`.
     schedule: called with optimizer and num_training_steps (the updates of the run); returns an LRScheduler.
     warmup_ratio: the share of the updates in which the learning rate rises; None: the schedule's num_warmup_steps.
     max_tokens_per_microbatch: tokens that go through the model at once, which affects memory only; a row is never cut. None:
@@ -56,6 +58,7 @@ class Optimization:
     skipped: str = "skipped"
     warmup_ratio: Share | None = None
     loss_scale: LossScaling = field(default_factory=LossScaling)
+    groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_microbatch is None:
@@ -63,11 +66,21 @@ class Optimization:
         self.tried(LONG)  # finds a wrong name or value before a model is loaded
 
     def tried(self, num_updates: int, steps: int = 1) -> None:
-        """Make `steps` steps of a run of num_updates on two small tensors. Raises UserError if they fail."""
+        """Make `steps` steps of a run of num_updates on two small tensors, and on one for each group. Raises UserError."""
         part, hint = "optimizer", "it is built from the parameters as (name, tensor)"
         try:
             shapes = {"weight": (1, 1), "bias": (1,)}
-            optimizer = self.optimizer([(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()])
+            made = [(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()]
+            groups = [
+                {"params": [(name, torch.zeros(1, 1, requires_grad=True))], **settings}
+                for name, settings in (self.groups or {}).items()
+            ]
+            optimizer = self.optimizer([{"params": made}, *groups] if groups else made)
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"it gave {type(optimizer).__name__}, and must return a torch.optim.Optimizer")
+            self.check_groups(optimizer)
+            for p in learned_by(optimizer) if is_own(self.optimizer) else ():
+                p.grad = torch.ones_like(p)
             optimizer.step()
             part, hint = "schedule", f"in a run of {plural(num_updates, 'update')}, after each of which it steps"
             schedule = self.built(optimizer, num_updates)
@@ -77,7 +90,22 @@ class Optimization:
         except UserError:
             raise
         except Exception as error:  # an optimizer's code may raise anything
-            raise UserError(f"optim.{part}: {error} ({hint})") from error
+            code = self.optimizer if part == "optimizer" else self.schedule
+            raise UserError(f"optim.{part}{of_user(code, error)}: {error} ({hint})") from error
+
+    def check_groups(self, optimizer: Optimizer) -> None:
+        """Raise UserError for a setting of a group that the optimizer does not have, which it would ignore."""
+        for name, settings in (self.groups or {}).items():
+            for key, value in settings.items():
+                if key not in {*optimizer.defaults, "part"}:  # `part` is the loss's, see `clipped`
+                    listed = ", ".join(sorted(optimizer.defaults))
+                    raise UserError(f"optim.groups: {name!r} has {key!r}, and the optimizer takes {listed}")
+                if key in ("lr", "weight_decay"):
+                    require(f"optim.groups.{name}.{key}", value, NonNegative)
+
+    def make(self, named: Iterable[tuple[str, Tensor]]) -> Optimizer:
+        """Return the optimizer of named parameters. Raises UserError for a group without any."""
+        return self.optimizer(by_pattern(named, self.groups))
 
     def scheduled(self, optimizer: Optimizer, num_updates: int) -> LRScheduler:
         """Return the schedule of a run, which has been tried to its end. Raises UserError."""
@@ -90,6 +118,28 @@ class Optimization:
         if self.warmup_ratio is not None:
             warmup["num_warmup_steps"] = math.ceil(self.warmup_ratio * num_updates)
         return self.schedule(optimizer=optimizer, num_training_steps=num_updates, **warmup)
+
+
+def by_pattern(
+    named: Iterable[tuple[str, Tensor]], groups: Mapping[str, Mapping[str, Any]] | None
+) -> Iterable[tuple[str, Tensor]] | list[dict[str, Any]]:
+    """Return named parameters in the form that optimizers take: as they are, or as groups with settings of their own.
+
+    groups: settings, as lr or weight_decay, by a pattern of names (`*` is any text); the first pattern that fits a name counts,
+    and what fits none is the first group. Raises UserError for a pattern without a parameter.
+    """
+    if not groups:
+        return named
+    members: dict[str | None, list[tuple[str, Tensor]]] = {None: [], **{pattern: [] for pattern in groups}}
+    for name, p in named:
+        members[next((pattern for pattern in groups if fnmatchcase(name, pattern)), None)].append((name, p))
+    if empty := [pattern for pattern in groups if not members[pattern]]:
+        names = [name for several in members.values() for name, _ in several]
+        line = f"optim.groups: {empty[0]!r} fits no parameter that learns, or an earlier pattern has them all"
+        raise UserError(f"{line}; there are {', '.join(names[:4])}, ... ({len(names)} in all)")
+    return [
+        {"params": several, **(groups[pattern] if pattern else {})} for pattern, several in members.items() if several
+    ]
 
 
 def learned_by(optimizer: Optimizer) -> list[Tensor]:

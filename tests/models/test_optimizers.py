@@ -1,5 +1,6 @@
 """Every option of conf/optim: its steps against numbers worked by hand or the plain library, and resumed runs bit for bit."""
 
+import re
 from functools import partial
 
 import pytest
@@ -7,11 +8,14 @@ import torch
 from conftest import compose_config
 from helpers.learning import IS_8BIT_HERE, NEEDED, OPTIONS
 from helpers.runs import learned, rows, state, told
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn, tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from grpo.config.explain import explain
 from grpo.models.master_weights import with_masters
+from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
 
 LR = 1e-2
@@ -50,6 +54,114 @@ def test_sgd_by_hand():
     (p * tensor([1.0, -10.0])).sum().backward()
     optimizer.step()
     torch.testing.assert_close(p.detach(), tensor([0.99, 2.1]))
+
+
+def test_muon_learns_hidden_matrices_and_adamw_the_rest():
+    """The same steps as torch's two optimizers, each on its own parameters; Muon keeps one number for each of a matrix."""
+    ours, theirs = weights(), weights()
+    optimizer = maker("muon")(ours.items())
+    learn(ours, optimizer)
+    rest = [theirs[EMBEDDING], theirs[VECTOR]]
+    learn(
+        theirs,
+        torch.optim.Muon([theirs[MATRIX]], LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, LR, (0.9, 0.99), weight_decay=0.0),
+    )
+    assert_same_steps(ours, theirs, 1e-6)
+    of = {name: sorted(optimizer.state[p]) for name, p in ours.items()}
+    assert of == {MATRIX: ["momentum_buffer"], EMBEDDING: (both := ["exp_avg", "exp_avg_sq", "step"]), VECTOR: both}
+    adapter = {"q.lora_A.weight": nn.Parameter(torch.ones(2, 8)), "q.lora_B.weight": nn.Parameter(torch.ones(8, 2))}
+    assert [group["uses"] for group in maker("muon")(adapter.items()).param_groups] == ["Muon"]
+
+
+@pytest.mark.parametrize("option", ["sgd", "adamw", "muon"])
+def test_groups_by_name_have_a_learning_rate_of_their_own(option):
+    """The first pattern that fits counts; the schedule multiplies each rate; a saved state comes back, also with masters."""
+    groups = "optim.groups={*norm*:{lr:0.002,weight_decay:0.5},*layers.*:{lr:0.0},*:{lr:0.02}}"
+    words = [f"optim={option}", f"optim.optimizer.lr={LR}", "optim.schedule.num_warmup_steps=4", "output_dir=.", groups]
+    optim = instantiate(compose_config(*words).optim)
+    runs = []
+    for resumed in (False, True):
+        ours = weights(torch.bfloat16)
+        optimizer = with_masters(ours, optim.make)
+        schedule = optim.built(optimizer, 8)
+        if resumed:
+            optimizer.load_state_dict(runs[0][1])
+            schedule.load_state_dict(runs[0][2])
+        learn(ours, optimizer, steps=1)
+        schedule.step()
+        learn(ours, optimizer, steps=1)
+        rates = {group["param_names"][0]: group["lr"] for group in optimizer.param_groups}
+        start = weights(torch.bfloat16)
+        moved = {name: not torch.equal(p, start[name]) for name, p in ours.items()}
+        assert moved == {EMBEDDING: True, MATRIX: False, VECTOR: moved[VECTOR]}
+        runs.append(({k: p.detach().clone() for k, p in ours.items()}, optimizer.state_dict(), schedule.state_dict()))
+        at = 2 if resumed else 1  # of 4 steps of warm-up
+        assert rates == pytest.approx({VECTOR: 0.002 * at / 4, MATRIX: 0.0, EMBEDDING: 0.02 * at / 4})
+        assert [g["weight_decay"] for g in optimizer.param_groups if g["param_names"] == [VECTOR]] == [0.5]
+
+
+def test_wrong_groups_are_one_line():
+    def refused(groups: str, *words: str) -> str:
+        with pytest.raises((UserError, InstantiationException)) as refusal:
+            optim = instantiate(compose_config("output_dir=.", f"optim.groups={groups}", *words).optim)
+            optim.make(list(weights().items()))
+        return explain(refusal.value, "train")
+
+    assert "optim.groups: '*bias*' fits no parameter that learns" in (line := refused("{*bias*:{lr:1}}"))
+    assert "layers.0.down_proj.weight" in line and "(3 in all)" in line
+    assert "or an earlier pattern has them all" in refused("{*norm*:{lr:1},norm.weight:{lr:2}}")
+    assert "'*norm*' has 'lrr', and the optimizer takes" in refused("{*norm*:{lrr:1}}")
+    assert "optim.groups.*norm*.lr=-1 must be a number of at least 0" in refused("{*norm*:{lr:-1}}")
+    assert "'*norm*' has 'betas'" in refused("{*norm*:{betas:[0.1,0.2]}}", "optim=sgd")
+
+
+class Signs(Optimizer):
+    """An optimizer of one's own, as docs/optimizers.md has it."""
+
+    def __init__(self, parameters, lr, weight_decay=0.0):
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * p.grad.sign())
+
+
+class Raises(Signs):
+    def step(self, closure=None):
+        return self.param_groups[0]["params"][0].grad.view(7)
+
+
+def no_lr(parameters, lr):
+    return SGD(parameters, lr=lr)
+
+
+def nothing(parameters, lr, weight_decay):
+    return [parameters, lr]
+
+
+def test_an_optimizer_of_ones_own_learns_and_a_wrong_one_is_one_line_before_a_model_is_loaded():
+    def own(name: str):
+        words = ["optim=sgd", f"optim.optimizer._target_={__name__}.{name}", f"optim.optimizer.lr={LR}", "output_dir=."]
+        return instantiate(compose_config(*words, "optim.groups={*norm*:{lr:0.0}}").optim)
+
+    ours = weights()
+    learn(ours, own("Signs").make(ours.items()), steps=1)
+    assert torch.equal(ours[VECTOR], weights()[VECTOR])
+    torch.testing.assert_close((ours[MATRIX] - weights()[MATRIX]).abs(), torch.full(SHAPES[MATRIX], LR))
+    for name, words in {
+        "no_lr": "no_lr() got an unexpected keyword argument 'weight_decay'",
+        "nothing": "it gave list, and must return a torch.optim.Optimizer",
+        "Raises": "raised in line",
+    }.items():
+        with pytest.raises(InstantiationException) as refusal:
+            own(name)
+        line = explain(refusal.value, "train")
+        assert re.match(rf"optim\.optimizer \({name}, .*test_optimizers\.py:\d+", line), line
+        assert words in line and "\n" not in line
 
 
 def test_adamw_is_torchs():
