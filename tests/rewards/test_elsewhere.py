@@ -16,6 +16,7 @@ from tasks.code import passes
 THERE = f"env -i -C / PYTHONPATH={ROOT} {sys.executable} -m grpo.rewards.code.elsewhere"
 ROWS = {"test_list": [["assert double(4) == 8"]] * 3, "test_imports": [[]] * 3}
 ANSWERS = [f"```python\n{text}\n```" for text in ("def double(x): return 2 * x", "def double(x): return x", "1 +")]
+ODD = '{"ending": 3, "stdout": "", "stderr": "", "seconds": 0, "confinement": []}'
 pytestmark = pytest.mark.skipif(not confinable(), reason="the platform cannot confine a program")
 
 
@@ -48,7 +49,10 @@ def test_a_reward_names_the_place(tmp_path):
         ("docker -H unix:///nowhere.sock exec -i none python -m grpo.rewards.code.elsewhere", "daemon"),
         ("nowhere --fast", "No such file or directory: 'nowhere'"),
         (f"{sys.executable} -c 'raise SystemExit(\"no\")'", "unstarted there: no$"),
-        ("echo {}", "it answered nothing"),
+        ("echo", "it answered nothing"),
+        ("echo {}", "it answered {}$"),
+        (f"echo '{ODD}'", "it answered .*: 3"),
+        (f"{sys.executable} -c 'print(\"[\" * 100000)'", r"it answered \[\[\["),
     ],
 )
 def test_a_place_that_cannot_be_reached_is_one_line(command, line):

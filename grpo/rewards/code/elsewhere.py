@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args
 
-from grpo.rewards.code.sandbox import START_SECONDS, ProgramLimits, Result, UnitTests, run_program
-from grpo.system.errors import UserError
+from grpo.rewards.code.sandbox import START_SECONDS, Ending, ProgramLimits, Result, UnitTests, run_program
+from grpo.system.errors import UserError, one_line
 
 Run = Callable[..., Result]  # with the parameters of `run_program`
 
@@ -36,7 +36,11 @@ def job_of(
 def result_of(answer: str | bytes) -> Result:
     """Return the result that this file has written. Raises ValueError, TypeError or KeyError if it is none."""
     fields = json.loads(answer)
-    return Result(**fields | {"confinement": tuple(fields["confinement"])})
+    result = Result(**fields | {"confinement": tuple(fields["confinement"])})
+    texts = result.stdout, result.stderr
+    if result.ending not in get_args(Ending) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the ending {result.ending!r}")
+    return result
 
 
 def run_by_command(command: str, program: str, limits: ProgramLimits | None = None, *more: Any, **named: Any) -> Result:
@@ -52,8 +56,10 @@ def run_by_command(command: str, program: str, limits: ProgramLimits | None = No
         return Result("unstarted", "", f"there was no answer in {patience:g} s", patience, ())
     except OSError as error:
         return Result("unstarted", "", str(error), 0.0, ())
-    except (ValueError, TypeError, KeyError):
-        return Result("unstarted", "", done.stderr.decode(errors="replace"), 0.0, ())
+    except (ValueError, TypeError, KeyError, RecursionError):
+        answer = one_line(done.stdout.decode(errors="replace"), 200)
+        said = done.stderr.decode(errors="replace").strip() or (f"it answered {answer}" if answer else "")
+        return Result("unstarted", "", said, 0.0, ())
 
 
 @cache
