@@ -1,4 +1,4 @@
-"""A real vLLM server as a teacher: it scores tokens as a plain forward pass of its model does, also after a restart."""
+"""A real vLLM server as a teacher: it scores tokens as a plain forward pass of its model does."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from helpers.learning import GROUPS
 from helpers.models import CONTEXT, model_folder
 from transformers import AutoModelForCausalLM
 
-from grpo.engines.vllm_server.http import RemoteServer
+from grpo.engines.vllm_server.http import START, RemoteServer
 from grpo.engines.vllm_server.launch import Servers
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.teaching import Teaching, coarse
@@ -30,12 +30,10 @@ def test_a_vllm_server_scores_as_its_model(tmp_path):
     servers.start_all()
     try:
         servers_answer(servers)
-        teacher = Served(servers.urls, Pretrained(folder), wait=250.0)
+        teacher = Served(servers.urls, Pretrained(folder))
         teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
         teacher.attach(model)
         assert teacher.limit == CONTEXT
-        servers.close()  # the next row waits until it is back
-        servers.start_all()
         logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
         hot = Served(servers.urls, Pretrained(folder))
         hot.check(Teaching(1.0), 0.7)
@@ -52,6 +50,24 @@ def test_a_vllm_server_scores_as_its_model(tmp_path):
         theirs = found.logprobs(slice(first, first + len(ids)), 1.0, exact.shape[1])
         kept = exact.topk(5).indices
         torch.testing.assert_close(coarse(theirs, kept, True), coarse(exact, kept, True), atol=1e-4, rtol=0)
+
+
+def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(tmp_path):
+    folder = model_folder("llama", tmp_path / "model")
+    model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
+    servers = Servers(folder, "disk", count=1, args=ARGS, logs=tmp_path)
+    servers.start_all()
+    try:
+        servers_answer(servers)
+        teacher = Served(servers.urls, Pretrained(folder), wait=START)
+        teacher.check(Teaching(1.0), 1.0)
+        teacher.attach(model)
+        before = teacher.logprobs(batch, Passes(1.0))
+        servers.close()
+        servers.start_all()
+        torch.testing.assert_close(teacher.logprobs(batch, Passes(1.0)), before, atol=1e-5, rtol=0)
+    finally:
+        servers.close()
 
 
 def servers_answer(servers: Servers) -> None:
