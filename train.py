@@ -29,6 +29,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stopping.stop import Stop
+    from grpo.training.callbacks.ending import Ending
     from grpo.training.callbacks.evaluation import EvaluationCallback
     from grpo.training.callbacks.kernels import KernelsCallback
     from grpo.training.callbacks.recorder import Recorder
@@ -72,6 +73,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
     others = completed(instantiate(config.callbacks), tokenizer)
     callbacks = [
+        Ending(),
         Timing(),
         rollout,
         kernels,

@@ -102,6 +102,8 @@ def is_over(config: DictConfig) -> bool:
     kept = numbered(folder / "checkpoints", ".ckpt")
     if config.rollout.get("epochs") != ((run.config or {}).get("rollout") or {}).get("epochs"):
         return False  # the number of rollouts is not known yet
+    if manifest.get("owed"):  # an evaluation is left
+        return False
     if manifest.get("status") == "finished":  # without its last checkpoint, if the disk was full
         return min(manifest.get("rollouts", 0), max(kept, default=wanted)) >= wanted
     newest = max(kept, default=0)

@@ -72,6 +72,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "folder": str(run.folder.resolve()),
         "started": minute(noted.get("started")),
         "ended": minute(noted.get("ended")),
+        "ended by": run.ended_by,
         "revision": git and git["revision"][:10] + (" with local changes" if git["dirty"] else ""),
         "hardware": ", ".join(filter(None, [*hardware.get("gpus", []), hardware.get("processor")])),
         "torch": noted.get("versions", {}).get("torch"),

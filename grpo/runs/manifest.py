@@ -75,13 +75,14 @@ def data_facts(rows: Sequence[Example]) -> dict[str, Any]:
 
 
 def ending(error: BaseException | None) -> dict[str, Any]:
-    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none), and
-    the files that a full disk has not taken."""
+    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none), what
+    asked it to stop, and the files that a full disk has not taken."""
     stopped = isinstance(error, KeyboardInterrupt | SystemExit | StopError)  # Lightning turns the first into the second
     done = error is None or (isinstance(error, SystemExit) and error.code == 0)
     status = "finished" if done else "interrupted" if stopped else "failed"
     line = in_a_line(error) if status == "failed" else None
-    return {"status": status, "error": line, "ended": now(), "not_written": dict(LOST)}
+    asked = {"ended_by": error.reason} if isinstance(error, StopError) else {}
+    return {"status": status, "error": line, "ended": now(), "not_written": dict(LOST), **asked}
 
 
 def in_a_line(error: BaseException) -> str:
@@ -106,6 +107,7 @@ def beginning(
         "seed": seed,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "process_started": psutil.Process().create_time(),  # a process number is used again
         "git": revision(Path(__file__).parent),
         "files": keep_code(Path(folder), overrides),
         "versions": versions(),
@@ -125,7 +127,8 @@ def kept(
 ) -> Iterator[Callable[[], None]]:
     """Keep FOLDER/manifest.json up to date during a `with` block. Yields a function that writes what is known by then.
 
-    The status becomes finished, interrupted or failed. It stays running if the process was killed.
+    The status becomes finished, interrupted or failed. It stays running if the process was killed, or if the disk is full to the
+    end; `Run.status` tells.
     progress: functions that return further facts.
     """
     if rank_zero_only.rank != 0:  # only the first process writes

@@ -25,6 +25,7 @@ from grpo.system.settings import flat
 VERDICTS = {"accuracy": "correct", "accuracy_lenient": "correct_lenient"}  # metric -> its column in tables of samples
 # keys that may differ between runs of one arm
 SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
+SAME_START = 5.0  # seconds between two readings of one process's start, if the clock was set
 SHOWN = ("callbacks", "logger", "hydra", "preflight")  # groups that may differ, too
 Rollouts = Collection[int] | None  # wanted rollouts; None: all
 # PyYAML's parser in C, if there is one, takes a tenth of the time
@@ -86,12 +87,17 @@ class Run:
 
     @property
     def status(self) -> str:
-        """finished, running, failed (also before training began), interrupted, or stopped (killed without a final status)."""
+        """finished, running, failed (also before training began), interrupted, or stopped (its process is gone and could not write
+        how it ended: it was killed, or the disk was full)."""
         status = self.manifest.get("status", "failed")
-        of_this_machine = self.manifest.get("host") == socket.gethostname()
-        if status == "running" and of_this_machine and not psutil.pid_exists(self.manifest["pid"]):
-            return "stopped"
-        return status
+        here = self.manifest.get("host") == socket.gethostname()
+        gone = status == "running" and here and not lives(self.manifest["pid"], self.manifest.get("process_started"))
+        return "stopped" if gone else status
+
+    @property
+    def ended_by(self) -> str | None:
+        """Who ended the run before its last rollout: a signal, max_time, or the class of a callback; None if nobody asked."""
+        return self.manifest.get("ended_by")
 
     @property
     def measured(self) -> bool:
@@ -177,6 +183,16 @@ class Run:
         """The folder of the best saved policy, or of the last; None if the run saved none."""
         folders = (self.folder / "checkpoints" / name for name in ("best", "last"))
         return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def lives(pid: int, started: float | None) -> bool:
+    """Return whether a process of this machine runs, which began at this time (in seconds since 1970; None: unknown)."""
+    try:
+        process = psutil.Process(pid)
+        another = started is not None and abs(process.create_time() - started) > SAME_START
+        return not another and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def numbered(folder: Path, kind: str = ".parquet") -> dict[int, Path]:

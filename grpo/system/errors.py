@@ -11,12 +11,14 @@ class UserError(ValueError):
 
     exit_code = 1  # of the program
     kind = "error: "  # before the line
+    saves = True  # whether a run that it ends may write a checkpoint
 
 
 class AlarmError(UserError):
     """A metric or a weight shows that the run has gone wrong."""
 
     exit_code = 4
+    saves = False
 
 
 class PreflightError(UserError):
@@ -29,6 +31,7 @@ class LostRank(UserError):
     """Another rank of the run has ended or hangs. The run can be resumed."""
 
     exit_code = 5
+    saves = False
 
 
 class StopError(UserError):
@@ -36,7 +39,6 @@ class StopError(UserError):
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
     kind = ""
-    saves = True  # whether the run is where a checkpoint can be written
 
     def __init__(self, reason: str, later: str = "") -> None:
         super().__init__(f"stopped by {reason}; {later or 'the same command with resume=auto continues the run'}")

@@ -1,6 +1,7 @@
 """Builds the Lightning Trainer: one process per device, and an endless epoch."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -79,7 +80,7 @@ def make_trainer(
     if SLURMEnvironment.detect():
         plugins = [SLURMEnvironment(auto_requeue=False), *plugins]  # Stop takes the signals
     try:
-        trainer = L.Trainer(
+        trainer = Trainer(
             accelerator=accelerator,
             precision=precision,
             deterministic=deterministic,
@@ -118,6 +119,26 @@ def takes_gpu(accelerator: str) -> bool:
         usable = ", ".join(name for name, is_available in available.items() if is_available)
         raise UserError(f"trainer.accelerator={accelerator} is not available here: choose {usable}")
     return cuda and accelerator in ("auto", "cuda")
+
+
+class Trainer(L.Trainer):
+    """Lightning's Trainer, which knows who asked it to stop. stopped_by: a class, or the file and line of a function."""
+
+    stopped_by: str | None = None
+    stops = False
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run ends after this rollout."""
+        return self.stops
+
+    @should_stop.setter
+    def should_stop(self, stops: bool) -> None:
+        if stops and not self.stops:
+            frame = sys._getframe(1)
+            owner, place = frame.f_locals.get("self"), f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+            self.stopped_by = place if owner is None else type(owner).__name__
+        self.stops = stops
 
 
 class InFloat16(MixedPrecision):

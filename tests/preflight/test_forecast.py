@@ -284,7 +284,7 @@ def test_a_critic_takes_its_weights_and_what_they_entail(toy):
 
 
 @pytest.mark.parametrize(
-    ("settings", "copies"), [("rollout.ahead=1", 0), ("rollout.ahead=3", 3), ("rollout.ahead=3 rollout.order=ready", 0)]
+    ("settings", "copies"), [("rollout.ahead=1", 1), ("rollout.ahead=3", 4), ("rollout.ahead=3 rollout.order=ready", 0)]
 )
 def test_versions_that_wait_for_their_rollout_are_copies(toy, settings, copies):
     foreseen = Run(str(toy), *settings.split()).forecast(10)

@@ -3,14 +3,16 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from grpo.rollout.ahead.clock import Clocked, IdleClock
 from grpo.rollout.ahead.order import ages_of
@@ -18,7 +20,7 @@ from grpo.rollout.engine_queue import where
 from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.background import Background
-from grpo.system.distributed import in_play
+from grpo.system.distributed import in_play, is_sharded
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.states import states_of
 from grpo.system.stopping.stop import Stop
@@ -33,10 +35,13 @@ class Chain:
     """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout changes. halt: whether to end.
 
     With order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With ahead=1 the trainer's
-    thread gives them between two rollouts. Beyond that, each version is copied on the policy's device, and the thread that plays
-    takes the copy: up to `ahead` copies of the trained weights. With order=ready the newest weights are taken, in flight if the
-    engine can.
+    thread gives them between two rollouts, and copies the trained ones to the host. Beyond that, each version is copied on the
+    policy's device, and the thread that plays takes the copy: up to `ahead` + 1 copies of the trained weights. A copy is kept
+    until its last rollout is finished, for the checkpoint of a run that ends before. With order=ready the newest weights are
+    taken, in flight if the engine can, and nothing is kept. policy: set when the run begins.
     """
+
+    policy: nn.Module | None = None
 
     def __init__(self, rollouts: Rollouts, objects: dict[str, Any], halt: Stop) -> None:
         self.plan, self.clock, self.objects, self.halt = rollouts.plan, IdleClock(), objects, halt
@@ -46,6 +51,9 @@ class Chain:
         self.in_flight = not exact and bool(getattr(self.engine, "in_flight", False))
         self.exact, self.between = exact, not self.in_flight and self.plan.ahead == 1
         self.copies: dict[int, nn.Module] = {}  # by version
+        self.weights: dict[int, dict[str, Tensor]] = {}  # by version: of a checkpoint, or with ahead=1 of the rollout in play
+        self.version = 0  # of the policy
+        self.taken: Rollout | None = None  # handed over, and not learned from
         self.finished: dict[int, Rollout] = {}  # not handed over
         self.issued = self.next = 0  # rollouts below `issued` may be played; `next` is the first that is not finished
         self.begun, self.first = False, 0  # the first version of this process
@@ -60,22 +68,24 @@ class Chain:
     def make(self, r: int, sync: Callable[[], None]) -> Rollout:
         """Return rollout r, and let those up to r + ahead be played. sync: gives the engine the policy's weights."""
         if not self.begun or r >= self.issued:
-            self.issued, self.next = max(self.issued, r), max(self.next, r)
+            self.issued, self.next, self.version = max(self.issued, r), max(self.next, r), r
             with self.halt.allowed():
-                sync()
-            self.begun, self.first = True, r
+                self._begin(r, sync)
+            self.begun = True
         self._issue(r + 1 if self.between else r + self.plan.ahead + 1)
         with self.halt.allowed():  # and not below, where the rollout is in nobody's hands
             self._wait(lambda: r in self.finished)
-        rollout = self.finished.pop(r)
+        self.taken = rollout = self.finished.pop(r)
         if self.between and r + 1 < self.plan.num_rollouts:
             with self.clock.waits():
                 sync()
+            self._keep(r)
             self._issue(r + 2)
         return rollout
 
     def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
         """Take the weights after an update: give them to an engine that takes them in flight, or keep a copy."""
+        self.version, self.taken = version, None
         if self.in_flight and version < self.plan.num_rollouts:
             with self.clock.waits():
                 sync()
@@ -84,11 +94,10 @@ class Chain:
             and not self.between
             and version + (self.plan.ahead if self.exact else 0) < self.plan.num_rollouts
         ):
-            shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
             with self.changed:
                 if not self.exact:
                     self.copies.clear()
-                self.copies[version] = deepcopy(policy, shared)
+                self.copies[version] = copied(policy)
                 self.changed.notify_all()
 
     @property
@@ -120,16 +129,18 @@ class Chain:
         self.stopped = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished rollouts for a checkpoint. The others are played again, with the same seeds."""
+        """Return the finished rollouts for a checkpoint. The others are played again, with the same seeds, and with order=exact
+        with the same weights."""
         if not self.stopped:
             self.settle()
-        finished = [self.finished[r] for r in sorted(self.finished)]
-        state = {"plan": self.plan, "finished": finished, "places": [places_of(rollout) for rollout in finished]}
+        finished = [*([self.taken] if self.taken else []), *(self.finished[r] for r in sorted(self.finished))]
         try:
-            to_plain(state["finished"], Tensors(), "rollout")  # whether a file can hold it
+            to_plain(finished, Tensors(), "rollout")  # whether a file can hold it
         except TypeError as error:
-            log.warning("the checkpoint has no rollout ahead, it is played again with newer weights: %s", error)
-            return {}
+            log.warning("the checkpoint has no rollout ahead, it is played again: %s", error)
+            finished = []
+        places = [places_of(rollout) for rollout in finished]
+        state = {"plan": self.plan, "finished": finished, "places": places, "weights": self._older(len(finished))}
         return {"ahead": state} | ({"objects": self.before} if self.before is not None else {})
 
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
@@ -141,6 +152,39 @@ class Chain:
             both = zip(kept["finished"], kept["places"], strict=True)
             self.finished = {r: linked(*pair) for r, pair in enumerate(both, learned)}
             self.issued = self.next = learned + len(self.finished)
+            self.weights = {version: weights for version, weights in kept.get("weights", []) if self.exact}
+            self.version, self.first = learned, min([learned, *self.weights])
+
+    def _begin(self, r: int, sync: Callable[[], None]) -> None:
+        """Give the engine the weights of the first rollout of this process that is played, and keep those of all that follow."""
+        older, self.first = sorted(self.weights), min([r, *self.weights])
+        if not self.exact or self.policy is None:
+            return sync()
+        if not self.between:
+            self.copies = {version: copied(self.policy, self.weights[version]) for version in older}
+            self.copies[r], self.weights = copied(self.policy), {}
+        elif self.next == r and r - 1 in older:
+            with holding(self.policy, self.weights[r - 1]):
+                return self.engine.load_weights(self.policy, r - 1)
+        else:
+            self._keep(r)
+        sync()
+
+    def _keep(self, version: int) -> None:
+        """Copy the trained weights, which the engine has got, to the host, if they are whole on this device."""
+        if self.policy is not None and not is_sharded(self.policy):
+            trained = trained_of(self.policy).items()
+            self.weights = {version: {name: p.detach().to("cpu", copy=True) for name, p in trained}}
+
+    def _older(self, finished: int) -> list[tuple[int, dict[str, Tensor]]]:
+        """Return the weights, older than the policy's, of rollouts that follow the `finished` ones: (version, weights) each."""
+        last = min(self.version + self.plan.ahead, self.plan.num_rollouts)
+        versions = {max(self.first, r - self.plan.ahead) for r in range(self.version + finished, last)}
+        versions = sorted(version for version in versions if self.exact and version < self.version)
+        kept = {version: trained_of(copy) for version, copy in self.copies.items()} | self.weights
+        if lost := [version for version in versions if version not in kept]:
+            log.warning("the checkpoint lacks the weights of version %d: a resumed run is not as without a stop", lost[0])
+        return [(version, kept[version]) for version in versions if version in kept]
 
     # -- the thread
 
@@ -190,7 +234,8 @@ class Chain:
                 with in_play():
                     self.engine.load_weights(copy, wanted)
         with self.changed:
-            self.copies = {version: kept for version, kept in self.copies.items() if version > wanted}
+            kept = wanted if self.exact else wanted + 1
+            self.copies = {version: copy for version, copy in self.copies.items() if version >= kept}
 
     def _wait(self, reached: Callable[[], bool], raises: bool = True, limit: float | None = None) -> None:
         """Wait, in steps that a signal interrupts. Raises the thread's failure, or RolloutError after `plan.patience` seconds."""
@@ -230,6 +275,35 @@ def linked(rollout: Rollout, places: list[list[list[int] | None]]) -> Rollout:
         for group, of_group in zip(rollout.groups, places, strict=True)
     ]
     return replace(rollout, groups=groups)
+
+
+def trained_of(policy: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters, by name."""
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def copied(policy: nn.Module, weights: dict[str, Tensor] | None = None) -> nn.Module:
+    """Return a copy of the policy, with other trained weights if they are given. The others are shared."""
+    copy = deepcopy(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
+    for name, p in trained_of(copy).items():
+        p.copy_(weights[name] if weights else p)
+    return copy
+
+
+@contextmanager
+def holding(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Let the policy have other trained weights within a `with` block."""
+    trained = trained_of(policy)
+    own = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+    with torch.no_grad():
+        try:
+            for name, p in trained.items():
+                p.copy_(weights[name])
+            yield
+        finally:
+            for name, p in trained.items():
+                p.copy_(own[name])
 
 
 def failed(worker: Background | None) -> BaseException | None:

@@ -62,8 +62,10 @@ def load_ahead(ahead: Chain | Pool | None, state: dict[str, Any], learned: int) 
         raise UserError(MIXED)
 
 
-def check_policy(ahead: Chain | Pool | None, policy: nn.Module) -> None:
-    """Raise UserError for a sharded policy that would have to be copied."""
+def give_policy(ahead: Chain | Pool | None, policy: nn.Module) -> None:
+    """Let rollouts ahead know the policy. Raises UserError for a sharded one that would have to be copied."""
+    if isinstance(ahead, Chain):
+        ahead.policy = policy
     if isinstance(ahead, Chain) and not ahead.between and not ahead.in_flight and is_sharded(policy):
         line = f"rollout.ahead={ahead.plan.ahead} order={ahead.plan.order} copies the weights of each version"
         raise UserError(

@@ -55,7 +55,8 @@ class Pool:
         self.rollouts, self.plan, self.engine, self.stopped = rollouts, rollouts.plan, rollouts.engine, stop
         self.clock = IdleClock()
         self.issued = 0  # rollouts below it were issued
-        self.flights: dict[Key, Flight] = {}  # issued and not learned from
+        self.flights: dict[Key, Flight] = {}  # issued and not handed over
+        self.taken: dict[Key, tuple[Flight, tuple[Group, float]]] = {}  # handed over, and not learned from
         self.finished: dict[Key, tuple[Group, float]] = {}  # of these, with the seconds that they took
         self.new: list[tuple[Key, Group, float]] = []  # finished here, and not yet exchanged
         self.workers: list[Background] = []
@@ -86,6 +87,7 @@ class Pool:
 
     def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
         """Give the engine the weights after an update; completions under way take them up."""
+        self.taken = {}
         if version < self.plan.num_rollouts:
             with self.clock.waits() if self.flying else nullcontext():
                 sync()
@@ -117,16 +119,16 @@ class Pool:
     def state_dict(self) -> dict[str, Any]:
         """Return the finished groups, and the keys of those that are to be issued again, for a checkpoint."""
         self._exchange(raises=False)
-        finished = [
-            [*key, self.flights[key].begun, self.flights[key].tries, *made] for key, made in self.finished.items()
-        ]
+        made = self.taken | {key: (self.flights[key], made) for key, made in self.finished.items()}
+        finished = [[*key, flight.begun, flight.tries, *group] for key, (flight, group) in made.items()]
         try:
             to_plain(finished, Tensors(), "rollout")
         except TypeError as error:
             log.warning("the checkpoint has no samples ahead, they are sampled again with newer weights: %s", error)
             finished = []
         kept = {(r, place) for r, place, *_ in finished}
-        flying = [[*f.key, f.tries] for f in self.flights.values() if f.key not in kept]
+        flights = [*self.flights.values(), *(flight for flight, _ in self.taken.values())]
+        flying = [[*f.key, f.tries] for f in flights if f.key not in kept]
         return {"ahead": {"plan": self.plan, "issued": self.issued, "finished": finished, "flying": flying}}
 
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
@@ -254,6 +256,5 @@ class Pool:
             raise RolloutError(f"{ended}; the first: {trajectories[0].error}; fix it, or raise step_timeout", groups)
         self.late = sum(self._is_late(group, r) for group in groups)
         scored = self.rollouts.algorithm.shaped(scores(groups))
-        for key in keys:
-            del self.flights[key], self.finished[key]
+        self.taken = {key: (self.flights.pop(key), self.finished.pop(key)) for key in keys}
         return Rollout([*groups], scored, [*groups], scored, 1, r, max(seconds))

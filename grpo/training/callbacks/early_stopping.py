@@ -10,7 +10,6 @@ from grpo.system.errors import UserError
 from grpo.system.metrics import require_metric
 from grpo.system.ranges import Count, NonNegative
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.trainer import callbacks_of
 
@@ -57,6 +56,3 @@ class EarlyStopping(early_stopping.EarlyStopping):
         self._run_early_stopping_check(trainer)
         if trainer.should_stop:
             log.info("the run ends early after rollout %d: %s has not improved", batch.rollout + 1, self.monitor)
-            for checkpoint in callbacks_of(trainer.callbacks, Checkpoint):
-                if checkpoint.saved != checkpoint.rollouts:
-                    checkpoint.save(trainer, module)

@@ -1,11 +1,12 @@
 """RolloutCallback: plays a rollout before each update and turns it into tensors; completes its metrics after the update."""
 
+import logging
 import time
 from functools import partial
 
 import lightning as L
 
-from grpo.rollout.ahead.check import check_policy, load_ahead, rollouts_ahead
+from grpo.rollout.ahead.check import give_policy, load_ahead, rollouts_ahead
 from grpo.rollout.collate import collate
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
@@ -13,10 +14,12 @@ from grpo.rollout.staleness import with_staleness
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
 from grpo.system.progress import Progress
-from grpo.system.states import everything, set_everything
+from grpo.system.states import everything, set_everything, states_of
 from grpo.system.stopping.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
 from grpo.training.strategy import check_devices
+
+log = logging.getLogger(__name__)
 
 
 class RolloutCallback(L.Callback):
@@ -34,12 +37,18 @@ class RolloutCallback(L.Callback):
         self.objects = {"task": rollouts.task, "sampler": rollouts.sampler}  # the user's, which may have states
         self.objects |= {"selection": rollouts.selection, "advantage": rollouts.algorithm.advantage}
         self.learned = 0  # rollouts learned from so far
-        self.before: dict | None = None  # the states before the rollout that is being played
+        self.before: dict | None = None  # the states before the rollout that is being played or learned from
+        self.learning: dict = {}  # with rollouts ahead: the states before the update of those that it changes
+        self.begun = False  # whether this process has begun a rollout
+        self.stepped = False  # whether an update of this rollout has begun to change the policy
+        self.updates = 0  # before this rollout
+        self.ended_by: str | None = None  # who has ended a run before its last rollout, other than by an exception
         self.policy = None
         # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
         self.rounding: float | None = None
         self.syncing = self.started = 0.0  # seconds
-        self.ahead = rollouts_ahead(rollouts, self.objects, self.stop)
+        played = {name: self.objects[name] for name in self.objects if name != "advantage"}  # that changes in the update
+        self.ahead = rollouts_ahead(rollouts, played, self.stop)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
@@ -53,10 +62,7 @@ class RolloutCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stop.listen()  # after Lightning, which takes SIGTERM itself
         check_devices(trainer.world_size, self.plan.prompts, self.learned)
-        check_policy(self.ahead, self.policy)
-        if self.learned >= self.plan.num_rollouts:
-            line = f"ckpt_path has learned from {self.learned} rollouts already"
-            raise UserError(f"{line}: to continue, set a larger rollout.num_rollouts")
+        give_policy(self.ahead, self.policy)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
@@ -64,15 +70,16 @@ class RolloutCallback(L.Callback):
         self.stop.check()
         batch.progress = Progress(batch.rollout, self.plan.num_rollouts)
         memory.reset_peak(module.device)
-        self.started, self.syncing = time.perf_counter(), 0.0
+        self.started, self.syncing, self.begun = time.perf_counter(), 0.0, True
+        self.stepped, self.updates = False, getattr(module, "updates", 0)
         if self.ahead:
             rollout = self.ahead.make(batch.rollout, self.sync)
+            self.learning = states_of({"advantage": self.objects["advantage"]})
         else:
             with self.stop.allowed():
                 self.sync()
                 self.before = everything(self.objects)
                 rollout = self.rollouts.make(batch.rollout)
-            self.before = None
         if (not self.ahead or not self.ahead.flying) and (sleep := getattr(self.engine, "sleep", None)):
             sleep()
         batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
@@ -95,20 +102,40 @@ class RolloutCallback(L.Callback):
             batch.metrics |= self.ahead.facts(rollout, self.learned)
         memory.reset_peak(module.device)
 
+    def on_before_optimizer_step(self, *_: object) -> None:
+        self.stepped = True
+
+    def whole(self, module: L.LightningModule) -> bool:
+        """Return whether the policy and its optimizer are as after the last rollout that was learned from: from the first update
+        of the next rollout to its last one they are not."""
+        return not self.stepped and getattr(module, "updates", 0) == self.updates
+
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        self.learned = batch.rollout + 1
-        if self.ahead:
-            self.ahead.learned(self.learned, self.policy, self.sync)
-        elapsed = time.perf_counter() - self.started
-        batch.metrics |= outputs | {
-            "memory/update": float(memory.peak(module.device)),
-            "time/sync": self.syncing,
-            "time/update": elapsed - self.syncing - batch.metrics["time/rollout"],
-            "tokens/s": batch.metrics["rollout/tokens"] / elapsed,
-        }
-        trainer.should_stop = self.learned == self.plan.num_rollouts
+        self.learned, self.before, self.learning = batch.rollout + 1, None, {}
+        self.stepped, self.updates = False, getattr(module, "updates", 0)
+        if self.learned == self.plan.num_rollouts:
+            trainer.should_stop = True
+        try:
+            if self.ahead:
+                self.ahead.learned(self.learned, self.policy, self.sync)
+        finally:
+            elapsed = time.perf_counter() - self.started
+            batch.metrics |= outputs | {
+                "memory/update": float(memory.peak(module.device)),
+                "time/sync": self.syncing,
+                "time/update": elapsed - self.syncing - batch.metrics["time/rollout"],
+                "tokens/s": batch.metrics["rollout/tokens"] / elapsed,
+            }
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.learned < self.plan.num_rollouts:
+            if not trainer.should_stop:
+                line = f"rollout {self.learned + 1}: a StopIteration, or a hook that returned -1, has ended the loop of Lightning"
+                raise UserError(f"{line}: mend it, and let what is to end a run set trainer.should_stop = True")
+            self.ended_by = trainer.stopped_by
+            log.info("ended by %s after %d of %d rollouts", self.ended_by, self.learned, self.plan.num_rollouts)
 
     def sync(self) -> None:
         """Give the engine the policy's weights, unless it already has them; their version is the number of rollouts."""
@@ -129,7 +156,9 @@ class RolloutCallback(L.Callback):
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
-        return {"rollouts": self.learned, **(self.before or everything(self.objects)), **ahead}
+        state = self.before or everything(self.objects)
+        objects = state["objects"] | ahead.pop("objects", {}) | self.learning
+        return {"rollouts": self.learned, **state, **ahead, "objects": objects}
 
     def load_state_dict(self, state: dict) -> None:
         self.learned = self.batches.start = state["rollouts"]

@@ -7,11 +7,13 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from grpo.evaluation.evaluator import Evaluation
 from grpo.rollout.samples_table import golds, records, replayable, token_divergences, token_logprobs, write
 from grpo.rollout.types import Group
 from grpo.system.files import surviving
 from grpo.system.ranges import Whole
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.trainer import callbacks_of
 
@@ -45,7 +47,16 @@ class Samples(L.Callback):
             self.write("rollouts", rollout, batch.groups, columns)
             if batch.discarded:
                 self.write("discarded", rollout, batch.discarded, golds(task, batch.discarded))
-        for evaluation in batch.evaluations:
+        self.write_evaluations(batch.evaluations)
+
+    @rank_zero_only
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in callbacks_of(trainer.callbacks, EvaluationCallback):
+            self.write_evaluations(callback.first)
+
+    def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """Write the tables of evaluations."""
+        for evaluation in evaluations:
             self.write("evaluations", evaluation.rollout, evaluation.groups, evaluation.columns)
 
     def write(self, kind: str, rollout: int, groups: Sequence[Group], columns: Mapping[str, Any]) -> None:

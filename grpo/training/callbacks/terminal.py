@@ -20,7 +20,6 @@ from grpo.evaluation.statistics import Estimate
 from grpo.rollout.types import Sample
 from grpo.runs.waiting import about_waits
 from grpo.system.calls import SPENT
-from grpo.system.errors import StopError
 from grpo.system.files import LOST
 from grpo.system.metrics import percent, require_metric, written
 from grpo.system.output.console import console
@@ -138,6 +137,8 @@ class Terminal(L.Callback):
         for evaluation in callbacks_of(trainer.callbacks, EvaluationCallback):
             self.note(evaluation.first)
 
+    on_train_end = on_train_start  # the evaluation of a run that has ended early
+
     @rank_zero_only
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         if self.last is None:
@@ -220,7 +221,3 @@ class Terminal(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.progress.stop()
-        asked_to_stop = isinstance(exception, StopError)  # whose message says how to continue
-        if not asked_to_stop and (self.folder / "checkpoints" / "last.ckpt").exists():
-            resume = f"python train.py {shlex.quote(f'ckpt_path={self.folder}')}"
-            self.line(f"stopped by {type(exception).__name__}; to resume: {resume}")
