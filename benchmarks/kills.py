@@ -5,8 +5,9 @@
 Each case is killed with SIGKILL, and every fourth time asked to stop with SIGTERM, until it has had so many. Compared are
 weights, optimizer, metrics without times, and all tables, bit by bit. Where groups are learned from as they are finished
 (rollout.order=ready), no two runs are equal: there every sample of the plan must have been learned from once. `disk` writes to a
-small file system that another program fills (this needs root), `truncated` cuts the newest checkpoint after each kill. The cases
-of vLLM need it.
+small file system that another program fills (this needs root), `truncated` cuts the newest checkpoint after each kill. In `ended`
+an exception in the run or a callback's should_stop ends it, in `slow` SIGTERM alone, while rollouts wait for a slow engine; these
+write no checkpoint but at their ends. The cases of vLLM need it.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from same import difference, left
 import grpo.training.module
 import grpo.training.trainer
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.rollout.ahead import chain
 from grpo.runs.runs import Run
 from grpo.training.checkpoints import by_rollouts
 
@@ -51,6 +53,14 @@ CASES = {
     "three ahead": "engine=transformers engine._target_=kills.Copied algo.old_policy=rollout rollout.ahead=3",
     "groups of three ahead": "engine._target_=paced.Paced +engine.step=0.005 algo.old_policy=rollout rollout.ahead=3 "
     "rollout.order=ready",
+    "ended": "callbacks.checkpoint.every=100",
+    "ended, 4 updates": f"callbacks.checkpoint.every=100 {MANY}",
+    "ended, three ahead": "callbacks.checkpoint.every=100 engine=transformers engine._target_=kills.Copied "
+    "algo.old_policy=rollout rollout.ahead=3",
+    "slow, one ahead": "callbacks.checkpoint.every=100 engine=transformers engine._target_=kills.Slow "
+    "algo.old_policy=rollout rollout.ahead=1",
+    "slow, three ahead": "callbacks.checkpoint.every=100 engine=transformers engine._target_=kills.Slow "
+    "algo.old_policy=rollout rollout.ahead=3",
     "truncated": "",
     "disk": "",
     "two devices": "trainer.devices=2",
@@ -60,6 +70,7 @@ CASES = {
 }
 ALONE = ("two", "vllm")  # cases whose processes cannot be forked
 PLACES = ("flushing", "renaming", "linking", "writing", "an update", "an evaluation", "a loss")  # chosen moments
+ENDS = ("an update", "an evaluation", "a loss", "a sample", "a stop")  # moments at which a run ends by itself
 
 
 class Copied(TransformersEngine):
@@ -71,8 +82,18 @@ class Copied(TransformersEngine):
         super().load_weights(copy.deepcopy(model), version)
 
 
-def started(arguments: list[str], log: Path, moment: tuple[str, int] | None = None) -> int:
-    """Fork a process that runs train.py. moment: one of PLACES, and at which of its calls the process dies. Returns its id."""
+class Slow(Copied):
+    """Takes its time. A run that is asked to stop waits for it as little as for an engine that takes minutes."""
+
+    def sample(self, *args, **named):
+        chain.STOPPING = 0.1
+        time.sleep(0.4)
+        return super().sample(*args, **named)
+
+
+def started(arguments: list[str], log: Path, moment: tuple[str, int] | None = None, ends: bool = False) -> int:
+    """Fork a process that runs train.py. moment: one of PLACES, and at which of its calls the process dies; with `ends` one of
+    ENDS, where the run ends by itself. Returns its id."""
     if pid := os.fork():
         return pid
     os.setsid()
@@ -81,7 +102,7 @@ def started(arguments: list[str], log: Path, moment: tuple[str, int] | None = No
     os.chdir(ROOT)
     sys.argv, code = ["train.py", *arguments], 0
     if moment:
-        dying(*moment)
+        dying(*moment, ends)
     try:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     except SystemExit as end:
@@ -92,10 +113,11 @@ def started(arguments: list[str], log: Path, moment: tuple[str, int] | None = No
     os._exit(code)
 
 
-def dying(name: str, call: int) -> None:
-    """Let this process die at a call of a function, which is one of PLACES."""
+def dying(name: str, call: int, ends: bool) -> None:
+    """Let this process die at a call of a function, which is one of PLACES. ends: let the run end instead, at one of ENDS."""
     from grpo.training import checkpoints
     from grpo.training.callbacks.evaluation import EvaluationCallback
+    from grpo.training.callbacks.recorder import Recorder
     from grpo.training.module import GRPOModule
 
     places = {
@@ -106,12 +128,20 @@ def dying(name: str, call: int) -> None:
         "an update": (GRPOModule, "step"),
         "an evaluation": (EvaluationCallback, "evaluate"),
         "a loss": (grpo.training.module, "note_loss"),
+        "a sample": (TransformersEngine, "sample"),
+        "a stop": (Recorder, "on_train_batch_end"),
     }
     owner, attribute = places[name]
     real, count = getattr(owner, attribute), iter(range(1, 1_000_000))
 
     def call_or_die(*args, **kwargs):
-        if next(count) == call:
+        if next(count) != call:
+            return real(*args, **kwargs)
+        if name == "a stop":
+            args[1].should_stop = bool(args[4].rollout % 2)  # after an evaluation, so that there is none more
+        elif ends:
+            raise RuntimeError(f"the end of {name}")
+        else:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
@@ -151,17 +181,23 @@ def killed(case: str, folder: Path, kills: int, chance: random.Random, seconds: 
     """Kill a run so many times, and let it finish. Returns the numbers of signals and of chosen moments. seconds: of a run."""
     arguments = [*COMMON.split(), *CASES[case].split(), f"hydra.run.dir={folder}"]
     start, log = launched if case.startswith(ALONE) else started, folder.with_suffix(".log")
-    counts = {"SIGKILL": 0, "SIGTERM": 0, "chosen": 0}
-    while counts["SIGKILL"] + counts["SIGTERM"] < kills:
-        done = counts["SIGKILL"] + counts["SIGTERM"]
-        if start is started and done % 2:
+    counts = {"SIGKILL": 0, "SIGTERM": 0, "ended": 0, "chosen": 0}
+    while counts["SIGKILL"] + counts["SIGTERM"] + counts["ended"] < kills:
+        done = counts["SIGKILL"] + counts["SIGTERM"] + counts["ended"]
+        if case.startswith("ended"):
+            code = ended(started(arguments, log, (chance.choice(ENDS), chance.randint(1, 9)), ends=True), 300)
+            over = Run(folder).manifest["rollouts"] == 12
+            counts["ended"] += not over or code != 0
+            if over:
+                shutil.rmtree(folder)
+        elif start is started and done % 2 and not case.startswith("slow"):
             code = ended(started(arguments, log, (chance.choice(PLACES), chance.randint(1, 12))), 300)
             if code == 0:  # it had fewer calls
                 shutil.rmtree(folder)
             counts["SIGKILL"] += code == -signal.SIGKILL
             counts["chosen"] += code == -signal.SIGKILL
         else:
-            number = signal.SIGTERM if done % 4 == 2 else signal.SIGKILL
+            number = signal.SIGTERM if done % 4 == 2 or case.startswith("slow") else signal.SIGKILL
             pid = start(arguments, log)
             if (code := ended(pid, chance.uniform(0.2, 0.9) * seconds)) is None:
                 code = stop(pid, number)

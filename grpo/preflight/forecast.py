@@ -181,7 +181,12 @@ class Sizes:
             Part("masters", masters, lora, host=optim.offload),
             Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
             Part("reference", bytes_of(copies) // of_device, lora),
-            Part("copies", versions * bytes_of(trained), lora if plan.ahead == 1 else "rollout.ahead=1", host=plan.ahead == 1),
+            Part(
+                "copies",
+                versions * bytes_of(trained),
+                lora if plan.ahead == 1 else "rollout.ahead=1",
+                host=plan.ahead == 1,
+            ),
             Part("teacher", bytes_of(teacher), "teacher.model.dtype=bfloat16"),
             Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
             Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),

@@ -75,7 +75,7 @@ def data_facts(rows: Sequence[Example]) -> dict[str, Any]:
 
 
 def ending(error: BaseException | None) -> dict[str, Any]:
-    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none), what
+    """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none), who
     asked it to stop, and the files that a full disk has not taken."""
     stopped = isinstance(error, KeyboardInterrupt | SystemExit | StopError)  # Lightning turns the first into the second
     done = error is None or (isinstance(error, SystemExit) and error.code == 0)

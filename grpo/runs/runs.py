@@ -87,8 +87,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """finished, running, failed (also before training began), interrupted, or stopped (its process is gone and could not write
-        how it ended: it was killed, or the disk was full)."""
+        """finished, running, failed (also before training began), interrupted, or stopped: its process is gone and has not
+        written how it ended, because it was killed or the disk was full."""
         status = self.manifest.get("status", "failed")
         here = self.manifest.get("host") == socket.gethostname()
         gone = status == "running" and here and not lives(self.manifest["pid"], self.manifest.get("process_started"))

@@ -1,25 +1,29 @@
-"""However a run ends, its state after the last rollout that it learned from is on the disk, and it goes on as if nothing had happened."""
+"""However a run ends, its state after the last rollout that it learned from is on the disk, and it goes on from there."""
 
 import json
 import os
+import signal
 import socket
+import time
+from types import SimpleNamespace
 
 import lightning as L
 import psutil
 import pytest
 import torch
-from conftest import compose_config
+from conftest import EXAMPLES
 from helpers.runs import learned, rows, state
-from lightning.pytorch.callbacks import LambdaCallback, Timer
+from helpers.slots import Apart
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.runs.runs import Run
-from grpo.system.errors import UserError
+from grpo.system.errors import StopError, UserError
+from grpo.training.callbacks.ending import HOOK, Ending
 from grpo.training.checkpoints import by_rollouts
-from train import train
 
-SETTINGS = """callbacks=[samples,checkpoint] callbacks.checkpoint.every=100 rollout.num_rollouts=4 eval.every=2 algo.num_minibatches=2
-    engine=transformers engine._target_=test_ending.Engine""".split()
+SLOW = pytest.mark.slow
+SETTINGS = """callbacks=[samples,checkpoint] callbacks.checkpoint.every=100 rollout.num_rollouts=4 eval.every=2
+    algo.num_minibatches=2 engine=transformers engine._target_=test_ending.Engine""".split()
 
 
 class Engine(TransformersEngine):
@@ -44,7 +48,9 @@ class Fault(L.Callback):
             self.calls += self.now == rollout
             if self.calls == call:
                 self.calls += 1
-                raise {"RuntimeError": RuntimeError, "StopIteration": StopIteration, "MemoryError": MemoryError}[kind]("boom")
+                raise {"RuntimeError": RuntimeError, "StopIteration": StopIteration, "MemoryError": MemoryError}[kind](
+                    "boom"
+                )
 
         begin = self.on_train_batch_start
         self.fail = fail
@@ -58,7 +64,9 @@ class Fault(L.Callback):
 
 
 def fault(hook: str, **more: object) -> str:
-    values = ", ".join(f"{key}: {value}" for key, value in {"_target_": "test_ending.Fault", "hook": hook, **more}.items())
+    values = ", ".join(
+        f"{key}: {value}" for key, value in {"_target_": "test_ending.Fault", "hook": hook, **more}.items()
+    )
     return f"+callbacks.fault={{{values}}}"
 
 
@@ -72,8 +80,6 @@ def straight(toy, tmp_path_factory):
 
 
 def own(toy, folder, *more: str) -> list[str]:
-    from conftest import EXAMPLES
-
     base = f"""task=gsm8k task.path={EXAMPLES} model=path model.path={toy} debug=smoke forecast=false preflight=off max_tokens=8
         optim.optimizer.lr=1e-3 output_dir={folder}""".split()
     return [*base, *SETTINGS, *more]
@@ -82,14 +88,14 @@ def own(toy, folder, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("at", "more", "after", "names"),
     [
-        (5, "", 2, "RuntimeError"),  # in rollout 3
+        pytest.param(5, "", 2, "RuntimeError", marks=SLOW),  # in rollout 3
         (4, "", 2, "RuntimeError"),  # in the evaluation after rollout 2, which the resumed run makes
-        (7, "", 4, "RuntimeError"),  # in the last one
-        (0, fault("on_train_batch_start"), 2, "RuntimeError"),
+        pytest.param(7, "", 4, "RuntimeError", marks=SLOW),  # in the last one
+        pytest.param(0, fault("on_train_batch_start"), 2, "RuntimeError", marks=SLOW),
         (0, fault("on_before_backward", kind="MemoryError"), 2, "MemoryError"),
-        (0, fault("on_train_batch_end", rollout=2), 2, "RuntimeError"),
-        (0, fault("on_train_batch_end", kind="StopIteration"), 3, "RuntimeError"),
-        (0, fault("on_train_batch_start", kind="StopIteration"), 2, "UserError"),
+        pytest.param(0, fault("on_train_batch_end", rollout=2), 2, "RuntimeError", marks=SLOW),
+        pytest.param(0, fault("on_train_batch_end", kind="StopIteration"), 3, "RuntimeError", marks=SLOW),
+        pytest.param(0, fault("on_train_batch_start", kind="StopIteration"), 2, "UserError", marks=SLOW),
     ],
 )
 def test_a_run_that_anything_ends_loses_nothing(toy, tmp_path, straight, caplog, at, more, after, names):
@@ -108,12 +114,67 @@ def test_a_run_that_anything_ends_loses_nothing(toy, tmp_path, straight, caplog,
     assert Run(folder).status == "finished"
 
 
-def same(folder, straight) -> None:
+def same(folder, straight, *tables: str) -> None:
     weights = [state(each)["state_dict"] for each in (folder, straight)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     assert rows(folder) == rows(straight)
-    for table in ("samples", "evaluations"):
+    for table in tables or ("samples", "evaluations"):
         assert getattr(Run(folder), table)().equals(getattr(Run(straight), table)())
+
+
+class Stops(L.Callback):
+    """Ends the run as Lightning's own callbacks do."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        trainer.should_stop = batch.rollout == 2
+
+
+def test_a_run_that_a_callback_ends_is_evaluated_and_saved(toy, tmp_path, straight):
+    """After three rollouts, where neither an evaluation nor a checkpoint is due. Resumed without it, it equals another run."""
+    Engine.at = 0
+    learned(own(toy, tmp_path, "+callbacks.stops._target_=test_ending.Stops"))
+    run, kept = Run(tmp_path), tmp_path / "checkpoints"
+    assert (run.status, run.ended_by, run.manifest["rollouts"]) == ("finished", "Stops", 3)
+    assert run.evaluated == [0, 2, 3] and run.curve("eval/accuracy").index.tolist() == [0, 2, 3]
+    assert [*by_rollouts(kept)] == [3]
+    names = [(kept / name).resolve().name for name in ("last", "best")]
+    assert names == ["policy_00003", "policy_00002"]  # which are equally good, and better than nothing
+    learned(own(toy, tmp_path, f"ckpt_path={tmp_path}", "resume.changes=allow"))
+    weights = [state(each)["state_dict"] for each in (tmp_path, straight)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert Run(tmp_path).ended_by is None
+
+
+class Held(Apart):
+    """From its call `at` on nothing is sampled."""
+
+    calls, at = 0, 0
+
+    def sample(self, *args):
+        Held.calls += 1
+        while Held.at and Held.calls >= Held.at:
+            time.sleep(0.01)
+        return super().sample(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ahead", "versions"), [(1, [1]), (3, [1, 2, 3])])
+def test_rollouts_that_wait_are_played_by_their_own_weights_after_a_stop(toy, tmp_path, monkeypatch, ahead, versions):
+    """SIGTERM comes in the update after which `ahead` rollouts are issued and not played."""
+    monkeypatch.setattr("grpo.rollout.ahead.chain.STOPPING", 0.1)
+    more = f"""eval.every=0 rollout.num_rollouts=7 rollout.ahead={ahead} algo.old_policy=rollout algo.num_minibatches=1
+        engine._target_=test_ending.Held""".split()
+    Held.at = 0
+    learned(own(toy, tmp_path / "straight", *more))
+    Held.calls, Held.at = 0, ahead + 2
+    asked = f"+callbacks.asked={{_target_: helpers.slots.Asked, update: {ahead}, number: {int(signal.SIGTERM)}}}"
+    with pytest.raises(StopError):
+        learned(own(toy, tmp_path / "run", *more, asked))
+    kept = state(tmp_path / "run")["callbacks"]["RolloutCallback"]
+    assert kept["rollouts"] == ahead + 1 and [version for version, _ in kept["ahead"]["weights"]] == versions
+    Held.at = 0
+    learned(own(toy, tmp_path / "run", *more, f"ckpt_path={tmp_path / 'run'}", "resume.changes=allow"))
+    same(tmp_path / "run", tmp_path / "straight", "samples")
 
 
 def test_half_of_a_rollouts_updates_are_not_saved(toy, tmp_path, caplog):
@@ -122,3 +183,26 @@ def test_half_of_a_rollouts_updates_are_not_saved(toy, tmp_path, caplog):
         learned(own(toy, tmp_path, fault("on_before_backward", call=2), "callbacks.checkpoint.every=1"))
     assert [*by_rollouts(tmp_path / "checkpoints")] == [2, 1]
     assert "rollout 3: no checkpoint in the middle of its updates" in caplog.text
+
+
+def test_a_run_whose_process_is_gone_has_stopped(tmp_path):
+    """It could not write how it ended. Its number may be that of another process by now."""
+    process = psutil.Process()
+    facts = {"status": "running", "host": socket.gethostname(), "pid": os.getpid()}
+    for started, status in (
+        (process.create_time(), "running"),
+        (process.create_time() - 60, "stopped"),
+        (None, "running"),
+    ):
+        (tmp_path / "manifest.json").write_text(json.dumps(facts | {"process_started": started}))
+        assert Run(tmp_path).status == status
+
+
+def test_a_callback_may_serve_two_runs():
+    ending, other = Ending(), L.Callback()
+    trainer = SimpleNamespace(callbacks=[ending, other])
+    before = getattr(other, HOOK)
+    ending.setup(trainer, None, "fit")
+    assert getattr(other, HOOK) != before
+    ending.teardown(trainer, None, "fit")
+    assert getattr(other, HOOK) == before

@@ -51,7 +51,9 @@ class Chain:
         self.in_flight = not exact and bool(getattr(self.engine, "in_flight", False))
         self.exact, self.between = exact, not self.in_flight and self.plan.ahead == 1
         self.copies: dict[int, nn.Module] = {}  # by version
-        self.weights: dict[int, dict[str, Tensor]] = {}  # by version: of a checkpoint, or with ahead=1 of the rollout in play
+        self.weights: dict[
+            int, dict[str, Tensor]
+        ] = {}  # by version: of a checkpoint, or with ahead=1 of the rollout in play
         self.version = 0  # of the policy
         self.taken: Rollout | None = None  # handed over, and not learned from
         self.finished: dict[int, Rollout] = {}  # not handed over
@@ -183,7 +185,9 @@ class Chain:
         versions = sorted(version for version in versions if self.exact and version < self.version)
         kept = {version: trained_of(copy) for version, copy in self.copies.items()} | self.weights
         if lost := [version for version in versions if version not in kept]:
-            log.warning("the checkpoint lacks the weights of version %d: a resumed run is not as without a stop", lost[0])
+            log.warning(
+                "the checkpoint lacks the weights of version %d: a resumed run is not as without a stop", lost[0]
+            )
         return [(version, kept[version]) for version in versions if version in kept]
 
     # -- the thread

@@ -12,8 +12,8 @@ HOOK = "on_train_batch_end"
 
 
 class Ending(L.Callback):
-    """Comes first. An exception in one callback's `on_train_batch_end` ends the run after the other callbacks had theirs: the policy
-    has changed by then, and what they note or write of the rollout would be lost. Mutable: error, the first of a rollout."""
+    """Comes first. An exception in one callback's `on_train_batch_end` ends the run after the other callbacks had theirs: the
+    policy has changed by then, and what they note or write of the rollout would be lost. Mutable: error, the first one."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None

@@ -20,7 +20,7 @@ class EvaluationCallback(L.Callback):
     """Evaluates the policy, and sends all metrics to the loggers.
 
     It uses the engine, task and renderer of RolloutCallback while no rollout is being played. An evaluation that a signal or an
-    error ends is made when the run is resumed. examples: held-out examples by the names of `Evaluator.sources`; others are ignored.
+    error ends is made when the run is resumed. examples: held-out ones by the names of `Evaluator.sources`; others are ignored.
     """
 
     def __init__(self, rollout: RolloutCallback, evaluator: Evaluator, examples: Mapping[str, Sequence]) -> None:
@@ -32,8 +32,8 @@ class EvaluationCallback(L.Callback):
         self.at = -1  # the rollouts of the latest evaluation
 
     def progress(self) -> dict[str, float | str | None]:
-        """Return the run's progress for the manifest; accuracy is the latest held-out accuracy, owed whether the evaluation of the
-        last policy is still to be made."""
+        """Return the run's progress for the manifest; accuracy is the latest held-out accuracy. owed: whether the evaluation of
+        the last policy is still to be made."""
         total, learned = self.rollout.plan.num_rollouts, self.rollout.learned
         return {
             **{"rollouts": learned, "num_rollouts": total, "accuracy": self.accuracy},

@@ -47,7 +47,9 @@ class RolloutCallback(L.Callback):
         # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
         self.rounding: float | None = None
         self.syncing = self.started = 0.0  # seconds
-        played = {name: self.objects[name] for name in self.objects if name != "advantage"}  # that changes in the update
+        played = {
+            name: self.objects[name] for name in self.objects if name != "advantage"
+        }  # that changes in the update
         self.ahead = rollouts_ahead(rollouts, played, self.stop)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
