@@ -138,7 +138,7 @@ def test_a_run_that_a_callback_ends_is_evaluated_and_saved(toy, tmp_path, straig
     assert run.evaluated == [0, 2, 3] and run.curve("eval/accuracy").index.tolist() == [0, 2, 3]
     assert [*by_rollouts(kept)] == [3]
     names = [(kept / name).resolve().name for name in ("last", "best")]
-    assert names == ["policy_00003", "policy_00002"]  # which are equally good, and better than nothing
+    assert names == ["policy_00003", "policy_00002"]  # they score the same
     learned(own(toy, tmp_path, f"ckpt_path={tmp_path}", "resume.changes=allow"))
     weights = [state(each)["state_dict"] for each in (tmp_path, straight)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
