@@ -73,7 +73,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
     others = completed(instantiate(config.callbacks), tokenizer)
     callbacks = [
-        Ending(),
+        Ending(rollout),
         Timing(),
         rollout,
         kernels,
@@ -95,7 +95,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     if config.forecast == "only":
         return None, None
     save_config(config)
-    noted = (evaluation.progress, preflight.facts, kernels.facts)
+    noted = (evaluation.progress, preflight.facts, kernels.facts, callbacks[0].facts)
     with kept(folder, overrides, seed, examples, *noted) as preflight.noted, rollout.stop.during():
         trainer.fit(module(pretrained.model(mapped=shards(trainer))), rollout.batches, ckpt_path=config.ckpt_path)
     return evaluation.accuracy, rollout.policy

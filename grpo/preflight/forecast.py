@@ -151,8 +151,7 @@ class Sizes:
         copies = module.reference.own() if module.reference else []
         teacher = module.teacher.own() if hasattr(module, "teacher") else []
         # versions of the trained weights that wait for their rollout, see `Chain`
-        versions = plan.ahead + (plan.ahead > 1) if plan.order == "exact" else 0
-        trained = [p for p in policy.parameters() if p.requires_grad]
+        trained = bytes_of(p for p in policy.parameters() if p.requires_grad)
         held = [*model, *learned, *gradients, *copies, *teacher]
         mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight
@@ -182,10 +181,7 @@ class Sizes:
             Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
             Part("reference", bytes_of(copies) // of_device, lora),
             Part(
-                "copies",
-                versions * bytes_of(trained),
-                lora if plan.ahead == 1 else "rollout.ahead=1",
-                host=plan.ahead == 1,
+                "copies", (plan.order == "exact") * (plan.ahead + (plan.ahead > 1)) * trained, lora, host=plan.ahead < 2
             ),
             Part("teacher", bytes_of(teacher), "teacher.model.dtype=bfloat16"),
             Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),

@@ -199,7 +199,7 @@ def test_a_run_whose_process_is_gone_has_stopped(tmp_path):
 
 
 def test_a_callback_may_serve_two_runs():
-    ending, other = Ending(), L.Callback()
+    ending, other = Ending(None), L.Callback()
     trainer = SimpleNamespace(callbacks=[ending, other])
     before = getattr(other, HOOK)
     ending.setup(trainer, None, "fit")

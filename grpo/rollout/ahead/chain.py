@@ -99,7 +99,7 @@ class Chain:
             with self.changed:
                 if not self.exact:
                     self.copies.clear()
-                self.copies[version] = copied(policy)
+                self.copies[version] = copy_of(policy)
                 self.changed.notify_all()
 
     @property
@@ -163,8 +163,8 @@ class Chain:
         if not self.exact or self.policy is None:
             return sync()
         if not self.between:
-            self.copies = {version: copied(self.policy, self.weights[version]) for version in older}
-            self.copies[r], self.weights = copied(self.policy), {}
+            self.copies = {version: copy_of(self.policy, self.weights[version]) for version in older}
+            self.copies[r], self.weights = copy_of(self.policy), {}
         elif self.next == r and r - 1 in older:
             with holding(self.policy, self.weights[r - 1]):
                 return self.engine.load_weights(self.policy, r - 1)
@@ -287,7 +287,7 @@ def trained_of(policy: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copied(policy: nn.Module, weights: dict[str, Tensor] | None = None) -> nn.Module:
+def copy_of(policy: nn.Module, weights: dict[str, Tensor] | None = None) -> nn.Module:
     """Return a copy of the policy, with other trained weights if they are given. The others are shared."""
     copy = deepcopy(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
     for name, p in trained_of(copy).items():

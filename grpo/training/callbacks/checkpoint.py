@@ -29,9 +29,8 @@ from grpo.system.output.words import plural
 from grpo.system.pieces import in_pieces
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.ending import saves
+from grpo.training.callbacks.ending import Ending, saves
 from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.checkpoints import by_rollouts, link, new_folder
 from grpo.training.trainer import callbacks_of
 
@@ -143,12 +142,13 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         """Write a checkpoint if the state is that after a rollout, and say how to continue."""
-        for player in callbacks_of(trainer.callbacks, RolloutCallback):
-            something = player.learned or isinstance(
-                exception, RolloutError | StopError
-            )  # or rollouts that were played ahead
-            if player.begun and saves(exception) and something:
-                self.save_ending(trainer, module, player, exception)
+        for ending in callbacks_of(trainer.callbacks, Ending):
+            if (
+                ending.batch
+                and saves(exception)
+                and (ending.learned or isinstance(exception, RolloutError | StopError))
+            ):
+                self.save_ending(trainer, module, ending, exception)
         newest, asked = max(by_rollouts(self.folder), default=None), isinstance(exception, StopError)
         if newest is not None and not asked and trainer.is_global_zero and getattr(exception, "code", 1):
             resume = f"python train.py {shlex.quote(f'ckpt_path={self.folder.parent}')}"
@@ -156,19 +156,19 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
             log.warning(line, type(exception).__name__, plural(newest, "rollout"), resume)
 
     def save_ending(
-        self, trainer: L.Trainer, module: L.LightningModule, player: RolloutCallback, exception: BaseException
+        self, trainer: L.Trainer, module: L.LightningModule, ending: Ending, exception: BaseException
     ) -> None:
         """Write the checkpoint of a run that an exception ends."""
-        if not player.whole(module):
-            log.warning("rollout %d: no checkpoint in the middle of its updates", player.learned + 1)
+        if not ending.whole(module):
+            log.warning("rollout %d: no checkpoint in the middle of its updates", ending.learned + 1)
             return
-        self.rollouts = player.learned
+        self.rollouts = ending.learned
         try:
             self.save(trainer, module)
         except Exception as error:  # of a GPU that is gone, of a file system
             if isinstance(exception, StopError):
                 raise
-            log.warning("rollout %d: no checkpoint was written: %s", player.learned, error_line(error))
+            log.warning("rollout %d: no checkpoint was written: %s", ending.learned, error_line(error))
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Raise UnsavedError, after all callbacks have shown the end of the run, if its last policy is not on the disk."""
@@ -238,10 +238,10 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
     def state_dict(self) -> dict:
         best = str((self.folder / "best").resolve())
         monitored = {"monitor": [self.monitor, self.mode], "best_value": self.best_value}
-        return {"rollouts": self.rollouts, "best": best, **monitored}
+        return {"rollouts": self.rollouts, "best": best, "seconds": self.seconds, **monitored}
 
     def load_state_dict(self, state: dict) -> None:
-        self.rollouts, best = state.get("rollouts", 0), Path(state["best"])
+        self.rollouts, self.seconds, best = state.get("rollouts", 0), state.get("seconds", 0.0), Path(state["best"])
         if not best.is_dir() or state.get("monitor", ["eval/accuracy", "max"]) != [self.monitor, self.mode]:
             return  # it was deleted, or is the best by another metric: the search for the best starts again
         self.best_value = state["best_value"] if "best_value" in state else state["best_accuracy"]

@@ -1,6 +1,5 @@
 """RolloutCallback: plays a rollout before each update and turns it into tensors; completes its metrics after the update."""
 
-import logging
 import time
 from functools import partial
 
@@ -12,14 +11,12 @@ from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.staleness import with_staleness
 from grpo.system import distributed, memory
-from grpo.system.errors import StopError, UserError
+from grpo.system.errors import StopError
 from grpo.system.progress import Progress
 from grpo.system.states import everything, set_everything, states_of
 from grpo.system.stopping.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
 from grpo.training.strategy import check_devices
-
-log = logging.getLogger(__name__)
 
 
 class RolloutCallback(L.Callback):
@@ -38,19 +35,12 @@ class RolloutCallback(L.Callback):
         self.objects |= {"selection": rollouts.selection, "advantage": rollouts.algorithm.advantage}
         self.learned = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played or learned from
-        self.learning: dict = {}  # with rollouts ahead: the states before the update of those that it changes
-        self.begun = False  # whether this process has begun a rollout
-        self.stepped = False  # whether an update of this rollout has begun to change the policy
-        self.updates = 0  # before this rollout
-        self.ended_by: str | None = None  # who has ended a run before its last rollout, other than by an exception
+        self.learning: dict = {}  # with rollouts ahead: the states that the update changes, before it
         self.policy = None
         # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
         self.rounding: float | None = None
         self.syncing = self.started = 0.0  # seconds
-        played = {
-            name: self.objects[name] for name in self.objects if name != "advantage"
-        }  # that changes in the update
-        self.ahead = rollouts_ahead(rollouts, played, self.stop)
+        self.ahead = rollouts_ahead(rollouts, self.objects, self.stop)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
@@ -72,8 +62,7 @@ class RolloutCallback(L.Callback):
         self.stop.check()
         batch.progress = Progress(batch.rollout, self.plan.num_rollouts)
         memory.reset_peak(module.device)
-        self.started, self.syncing, self.begun = time.perf_counter(), 0.0, True
-        self.stepped, self.updates = False, getattr(module, "updates", 0)
+        self.started, self.syncing = time.perf_counter(), 0.0
         if self.ahead:
             rollout = self.ahead.make(batch.rollout, self.sync)
             self.learning = states_of({"advantage": self.objects["advantage"]})
@@ -104,21 +93,11 @@ class RolloutCallback(L.Callback):
             batch.metrics |= self.ahead.facts(rollout, self.learned)
         memory.reset_peak(module.device)
 
-    def on_before_optimizer_step(self, *_: object) -> None:
-        self.stepped = True
-
-    def whole(self, module: L.LightningModule) -> bool:
-        """Return whether the policy and its optimizer are as after the last rollout that was learned from: from the first update
-        of the next rollout to its last one they are not."""
-        return not self.stepped and getattr(module, "updates", 0) == self.updates
-
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
     ) -> None:
         self.learned, self.before, self.learning = batch.rollout + 1, None, {}
-        self.stepped, self.updates = False, getattr(module, "updates", 0)
-        if self.learned == self.plan.num_rollouts:
-            trainer.should_stop = True
+        trainer.should_stop |= self.learned == self.plan.num_rollouts
         try:
             if self.ahead:
                 self.ahead.learned(self.learned, self.policy, self.sync)
@@ -130,14 +109,6 @@ class RolloutCallback(L.Callback):
                 "time/update": elapsed - self.syncing - batch.metrics["time/rollout"],
                 "tokens/s": batch.metrics["rollout/tokens"] / elapsed,
             }
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.learned < self.plan.num_rollouts:
-            if not trainer.should_stop:
-                line = f"rollout {self.learned + 1}: a StopIteration, or a hook that returned -1, has ended the loop of Lightning"
-                raise UserError(f"{line}: mend it, and let what is to end a run set trainer.should_stop = True")
-            self.ended_by = trainer.stopped_by
-            log.info("ended by %s after %d of %d rollouts", self.ended_by, self.learned, self.plan.num_rollouts)
 
     def sync(self) -> None:
         """Give the engine the policy's weights, unless it already has them; their version is the number of rollouts."""
@@ -158,9 +129,8 @@ class RolloutCallback(L.Callback):
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
-        state = self.before or everything(self.objects)
-        objects = state["objects"] | ahead.pop("objects", {}) | self.learning
-        return {"rollouts": self.learned, **state, **ahead, "objects": objects}
+        state = (self.before or everything(self.objects)) | ahead
+        return {"rollouts": self.learned, **state, "objects": state["objects"] | self.learning}
 
     def load_state_dict(self, state: dict) -> None:
         self.learned = self.batches.start = state["rollouts"]
