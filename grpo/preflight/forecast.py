@@ -151,7 +151,7 @@ class Sizes:
         copies = module.reference.own() if module.reference else []
         teacher = module.teacher.own() if hasattr(module, "teacher") else []
         # versions of the trained weights that wait for their rollout, see `Chain`
-        trained = bytes_of(p for p in policy.parameters() if p.requires_grad)
+        trained = bytes_of(p for p in policy.parameters() if p.requires_grad) if plan.order == "exact" else 0
         held = [*model, *learned, *gradients, *copies, *teacher]
         mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight
@@ -180,9 +180,7 @@ class Sizes:
             Part("masters", masters, lora, host=optim.offload),
             Part("optimizer", optimizer_state and optimizer_state // of_device, "optim=adamw_8bit", host=optim.offload),
             Part("reference", bytes_of(copies) // of_device, lora),
-            Part(
-                "copies", (plan.order == "exact") * (plan.ahead + (plan.ahead > 1)) * trained, lora, host=plan.ahead < 2
-            ),
+            Part("copies", (plan.ahead + (plan.ahead > 1)) * trained, lora, host=plan.ahead < 2),
             Part("teacher", bytes_of(teacher), "teacher.model.dtype=bfloat16"),
             Part("gradients", bytes_of(gradients) // of_device, lora, "update", optim.offload),
             Part("step", stepping // of_device, "optim=adamw", "update", optim.offload),
