@@ -24,7 +24,7 @@ from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
-from grpo.serve.dialects.request import Answer, CompletionRequest
+from grpo.serve.dialects.request import Answer, CompletionRequest, written_to
 from grpo.serve.sessions import NoAnswer, sessions
 from grpo.system import child
 from grpo.system.errors import UserError
@@ -114,8 +114,8 @@ class AgentEnv:
 
     async def step(self, action: Action) -> State | None:
         completion = Completion(action.ids, action.logprobs, "length" if action.truncated else "stop")
-        _, future = self.calls.pop(0)
-        future.set_result(Answer(action.message, completion, action.prompt_ids))
+        request, future = self.calls.pop(0)
+        future.set_result(Answer(written_to(request, action.message), completion, action.prompt_ids))
         return await self.next()
 
     def outcome(self) -> Reward | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from grpo.data.rows import Made, side
 from grpo.env.messages import Message
+from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Example, Reward, Split
 from grpo.rewards.combined import Weights, text_of
 from grpo.rewards.math.answers import boxed
@@ -40,7 +41,7 @@ PROMPTS = {
 def answer(text: str) -> str | None:
     """Return the expression that a completion claims: the last <answer>, else the last box; up to any `=`, and with * and / for
     the signs that schools use."""
-    text = text.rpartition("</think>")[2]
+    text = after_thoughts(text)
     tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     expression = (tagged[-1] if tagged else boxed(text)) or ""
     return expression.partition("=")[0].strip().translate({0xD7: "*", 0xF7: "/"}) or None

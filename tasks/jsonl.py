@@ -9,9 +9,9 @@ from typing import Any, Literal
 from grpo.data.dataset import Dataset
 from grpo.data.rows import at
 from grpo.env import thoughts
+from grpo.env.calls.tool_parsers import Malformed
 from grpo.env.conversations import chat_message, messages_of, text_in
 from grpo.env.messages import Message, shown
-from grpo.env.tool_parsers import Malformed
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Env, Example, Reward, Split, State
 from grpo.rewards.combined import Weights

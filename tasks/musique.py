@@ -14,6 +14,7 @@ import numpy as np
 from grpo.data.dataset import Dataset
 from grpo.data.rows import rows_where
 from grpo.env.messages import Message
+from grpo.env.thoughts import after_thoughts
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
 from grpo.rewards.math.answers import boxed
@@ -151,7 +152,7 @@ def answer_of(trajectory: Trajectory) -> str | None:
         return None
     if trajectory.steps[-1].action.message.tool_calls:
         return None
-    answer = boxed(trajectory.answer.rpartition("</think>")[2])
+    answer = boxed(after_thoughts(trajectory.answer))
     return None if answer is None else _STYLED.sub(r"\1", answer).strip() or None
 
 

@@ -1,8 +1,8 @@
 """The chat protocol: messages, tools and calls of them. Knows nothing of tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, get_args
 
 from grpo.env.thoughts import FIELDS, parted, with_thought
 
@@ -41,7 +41,8 @@ class Message:
     """content: the text; in the policy's messages, everything but well-formed calls. name: in a tool's message, the tool.
 
     error: in the policy's message, why a call could not be read (its text is then in the content); in a tool's message, why
-    the call failed. The policy does not see it.
+    the call failed. The policy does not see it. given: the beginning of the content that stands in the prompt, which is a thought
+    that the prompt leaves open.
     """
 
     role: Role
@@ -49,6 +50,17 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
     error: str | None = None
+    given: str = field(default="", compare=False)
+
+    @property
+    def sampled(self) -> str:
+        """The content without the part that stands in the prompt."""
+        return self.content.removeprefix(self.given)
+
+    def before(self, stop: Sequence[str]) -> tuple[Self, str | None]:
+        """Return the message before the first stop text that was sampled, and that text; the same and None if there is none."""
+        text, word = cut(self.sampled, stop)
+        return (self, None) if word is None else (replace(self, content=self.given + text), word)
 
     @property
     def reasoning_content(self) -> str | None:
@@ -105,7 +117,8 @@ def message_of(message: Any) -> Message:
         raise TypeError(f"{shown(message)} is no message: it needs a role ({roles}) and a text as content")
     if role == "assistant" and thought and parted(content)[0] is None:  # it came in a field of its own
         content = with_thought(thought, content)
-    return Message(role, content.encode(errors="replace").decode(), calls, part("name"), part("error"))
+    more = part("name"), part("error"), getattr(message, "given", "")
+    return Message(role, content.encode(errors="replace").decode(), calls, *more)
 
 
 def call_of(call: Any) -> ToolCall:

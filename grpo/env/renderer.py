@@ -10,12 +10,13 @@ from typing import Any, Literal, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.env import thoughts
+from grpo.env.calls.tool_forms import FORMS, message_of_text
 from grpo.env.chat_dicts import ADD, ASKED, FIND, HOW, TRIED, as_dicts, called
-from grpo.env.intake import no_tokens
-from grpo.env.messages import Message, MessageLike, ToolSpec, cut, message_of, shown
-from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, as_it_is, in_channels, oddity, tags_of
+from grpo.env.intake import asked_for, no_tokens
+from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown
+from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, left_open, parted
 from grpo.env.tokens import Turn
-from grpo.env.tool_forms import FORMS, message_of_text
 from grpo.env.types import State, Step
 from grpo.system.errors import UserError, one_line
 from grpo.system.ranges import enforced
@@ -44,7 +45,8 @@ class Renderer(Protocol):
         """
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> MessageLike:
-        """The policy's message; with tools, also its calls of them."""
+        """The policy's message; with tools, also its calls of them. A `parse` with a parameter `before` gets the ids of the
+        prompt, after which the message may begin inside a thought."""
 
 
 class TokenizerRenderer:
@@ -121,36 +123,69 @@ class TokenizerRenderer:
                     tried.append(written)
                     yield self._written(written, tools), False
 
-    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        if self._channels and not tools:
-            return message_of_text(self._decoded([i for i in ids if i not in self._unread]), "harmony")
-        if not tools:
-            if any(i in self._tags for i in ids):  # a tokenizer may count them among its special ones
-                ids = [i for i in ids if i not in self._special or i in self._tags]
-                return Message("assistant", self._thoughts.read(self._decoded(ids)))
-            return Message("assistant", self._thoughts.read(self.tokenizer.decode(ids, skip_special_tokens=True)))
-        text = self._thoughts.read(self._decoded([i for i in ids if i not in self._unread]))
-        message = message_of_text(text, self.form, tools)
-        if len(message.tool_calls) > 1 and not self._several:
+    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), before: Sequence[int] | None = None) -> Message:
+        """Return the policy's message. before: the ids of its prompt; None: a prompt ends as the template ends one."""
+        given = left_open(self._begun) if before is None else self._left_open(before)
+        dropped = self._unread if tools or self._channels else self._special - self._tags
+        text = given + self._thoughts.read(self._decoded([i for i in ids if i not in dropped]))
+        message = Message("assistant", text)
+        if tools or self._channels:
+            message = message_of_text(text, self.form if tools else "harmony", tools)
+        if tools and len(message.tool_calls) > 1 and not self._several:
             reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
-            return Message("assistant", text, error=f"{reason}; a call is written {FORMS[self.form].written}")
-        return message
+            message = Message("assistant", text, error=f"{reason}; a call is written {FORMS[self.form].written}")
+        return replace(message, given=given)
+
+    def _left_open(self, prompt: Sequence[int]) -> str:
+        """Return the thought that a prompt leaves open, with its tag: in the policy's turn, where the template marks it, or at
+        its very end; nothing if none is."""
+        text, mark = self._thoughts.read(self._decoded(prompt)), self._begun.partition(OPENED)[0]
+        known = (mark and mark in text) or text.rstrip().endswith(OPENED)
+        return left_open(text.rpartition(mark)[2] if mark else text) if known else ""
+
+    @cached_property
+    def _begun(self) -> str:
+        """The beginning of the policy's turn, as the template writes it after a question; empty if it refuses a lone question."""
+        try:
+            asked, question = (self._written(as_dicts(ASKED), ask=ask) for ask in (True, False))
+        except UserError:
+            return ""
+        return self._thoughts.read(asked.removeprefix(question)) if asked.startswith(question) else ""
 
     def answer_ids(self, message: Message) -> tuple[int, ...]:
         """Return a message of the policy as it would sample it: what the template writes after a prompt, up to the token that
-        ends a message. Without a template, that is the text and the end of a sequence. If a prompt does not end as the template
-        begins such a message (it opens a thought), the text is kept as it is, without the tag that the prompt has."""
-        text = message.content
-        if self.tokenizer.chat_template is not None:
-            asked, whole = self._text(ASKED), self._answered(message)
-            closing = self._answered(Message("assistant", ENOUGH)).rpartition(ENOUGH)[2]
-            kept = text.removeprefix(OPENED).lstrip() if asked.rstrip().endswith(OPENED) else text
-            text = whole.removeprefix(asked) if whole.startswith(asked) else kept + closing
+        ends a message. Without a template, that is the text and the end of a sequence. Where prompts leave a thought open, it
+        continues with the message's thought, or closes an empty one; where they close it, the message's thought is left out."""
+        text = message.content if self.tokenizer.chat_template is None else self._after_prompt(message)
         ids, end = self._encoded(text.rstrip()), self.tokenizer.eos_token_id
         return ids if end is None or (ids and ids[-1] in self._special) else (*ids, end)
 
+    def _after_prompt(self, message: Message) -> str:
+        """Return a message of the policy as the template writes it after a prompt."""
+        _, tag, inside = self._begun.partition(OPENED)
+        thought, rest = parted(message.content)
+        if thought is not None and (self._channels or CLOSED in inside):
+            kept = "" if CLOSED in inside else f"{OPENED}{thought.strip()}{CLOSED}"
+            message = replace(message, content=kept + rest.lstrip("\n"))
+        asked, whole = self._thoughts.read(self._text(ASKED)), self._answered(message)
+        if whole.startswith(head := asked[: len(asked) - len(tag + inside)]):
+            turn = whole.removeprefix(head)
+        else:  # the template begins the policy's messages in another way than prompts end
+            turn = message.content + self._answered(Message("assistant", ENOUGH)).rpartition(ENOUGH)[2]
+        own, after = parted(turn)
+        if CLOSED in inside:
+            turn = after.removeprefix(inside.partition(CLOSED)[2])
+        elif not self._channels and (tag or (own is None and thought is not None)):
+            if own is None:  # the template writes no thought in the history
+                gap = "\n\n" if self._thoughts == Tags() and not turn[:1].isspace() else ""
+                own, after = thought or "\n\n", gap + turn
+            turn = (own.removeprefix(inside) if tag else OPENED + own) + CLOSED + after
+        return self._thoughts.written(turn)
+
     def _answered(self, message: Message) -> str:
-        return self._written(self._dicts([*ASKED, message]), ask=False, closed=True)
+        """Return the conversation with an answer to a question, as the template writes it."""
+        dicts = self._dicts([*ASKED, message, *ASKED], self._ways[0])[:-1]
+        return self._thoughts.read(self._written(dicts, ask=False, closed=True))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         return self._written(self._dicts(messages), tools)
@@ -185,16 +220,11 @@ class TokenizerRenderer:
     @cached_property
     def _ways(self) -> list[Callable[[Written], Written]]:
         """The ways in which the template writes a thought and what follows it best, found by trying."""
-        try:
-            if self._channels:
-                return [partial(in_channels, opening="")]
-            question = self._written(as_dicts(ASKED), ask=False)
-            opening = self._thoughts.read(self._text(ASKED)[len(question) :])
-            opening = opening[opening.find(OPENED) :] if OPENED in opening else ""
-        except UserError:  # it refuses a lone question
-            return [partial(as_it_is, opening="")]
+        if self._channels:
+            return [partial(thoughts.in_channels, opening="")]
+        opening = "".join(self._begun.partition(OPENED)[1:])
         thought, rest = "Let me see.", "It is three."
-        block = ("" if opening and CLOSED not in opening else f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
+        block = (left_open(opening) or f"{OPENED}\n") + f"{thought}\n{CLOSED}\n\n"
         talk = [*ASKED, Message("assistant", block + rest), Message("user", "Sure?")]
         call = [*ASKED, Message("assistant", block, called(1)[0].tool_calls), called(1)[1]]
 
@@ -205,7 +235,7 @@ class TokenizerRenderer:
                 text = self._written(self._dicts(messages, way), tools, ask=False)
             except UserError:
                 return 3
-            return oddity(self._thoughts.read(text.partition(ASKED[0].content)[2]), thought, rest)
+            return thoughts.oddity(self._thoughts.read(text.partition(ASKED[0].content)[2]), thought, rest)
 
         ways = [partial(self._passed_on, way=way, opening=opening) for way in WAYS]
         ranks = [odd(way, talk, (), rest) + odd(way, call, [ADD], "") for way in ways]
@@ -213,6 +243,8 @@ class TokenizerRenderer:
 
     def _passed_on(self, written: Written, way: Manner, opening: str) -> Written:
         """A message of the policy as one of the ways has it, with the model's own tags."""
+        if thoughts.unopened(written["content"]):  # as others have read the turn
+            written = written | {"content": left_open(opening) + written["content"]}
         written = way(written, opening=opening)
         return written | {"content": self._thoughts.written(written["content"])}
 
@@ -288,7 +320,7 @@ class TokenizerRenderer:
     @cached_property
     def _thoughts(self) -> Tags:
         """How the policy marks its thoughts."""
-        return tags_of(str(self.tokenizer.chat_template))
+        return thoughts.tags_of(str(self.tokenizer.chat_template))
 
     @cached_property
     def _unread(self) -> set[int]:
@@ -337,10 +369,16 @@ def continued_ids(state: State, steps: Sequence[Step], turns: Sequence[Turn]) ->
     return ()
 
 
-def message_read(renderer: Renderer, ids: Sequence[int], state: State) -> Message:
-    """Return the policy's message in a state, cut before the first of the state's stop texts."""
-    message = message_of(renderer.parse(ids, state.tools))
-    return replace(message, content=cut(message.content, state.stop)[0]) if state.stop else message
+def message_read(renderer: Renderer, ids: Sequence[int], state: State, before: Sequence[int]) -> Message:
+    """Return the policy's message in a state, cut before the first of the state's stop texts. before: the ids of the prompt."""
+    return message_after(renderer, ids, before, state.tools).before(state.stop)[0]
+
+
+def message_after(
+    renderer: Renderer, ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+) -> Message:
+    """Return the policy's message after a prompt of these ids. It begins with the thought that they leave open."""
+    return message_of(renderer.parse(ids, tools, **asked_for(renderer.parse, before=before)))
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:

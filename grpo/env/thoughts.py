@@ -1,8 +1,9 @@
 """Thoughts: the block of <think> that a policy's message begins with, and the ways in which chat templates take it.
 
-A message keeps its thought in its text, as it was sampled. Some templates (Qwen 3.8) read it from a field of its own. Others
-(Nemotron 3) need the opening tag, although it stands in their prompts. Which ways a template understands is found by trying. A
-thought that the model marks in another way has the usual tags in a message, and its own in a prompt.
+A message keeps its whole thought in its text. Where a prompt leaves a thought open, the message begins with what the prompt has
+of it, so that whoever reads the text knows. Some templates (Qwen 3.8) read a thought from a field of its own. Which ways a
+template understands is found by trying. A thought that the model marks in another way has the usual tags in a message, and its
+own in a prompt.
 """
 
 import re
@@ -10,10 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 OPENED, CLOSED = "<think>", "</think>"
-BEGINNINGS = (  # of a message that is a call
-    "<tool_call>", "<|tool_call", "<|python_tag|>", "[TOOL_CALLS]", "{", "<function_calls>", "<seed:tool_call>",
-    "<minimax:tool_call>", "<｜tool▁calls▁begin｜>",
-)  # fmt: skip
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 Written = dict[str, Any]  # a message in the form that chat templates take
@@ -26,20 +23,33 @@ class Manner(Protocol):
         """Return the message for the template. opening: the beginning of a thought that stands in the prompt."""
 
 
+def after_thoughts(text: str) -> str:
+    """Return what a message says after its thoughts, where alone answers are looked for: nothing if the last one never ends."""
+    rest = text.rpartition(CLOSED)[2]
+    return "" if OPENED in rest else rest
+
+
+def left_open(text: str) -> str:
+    """Return the thought that is open at the end of a text, with its tag; nothing if none is."""
+    start = text.rfind(OPENED)
+    return text[start:] if start > text.rfind(CLOSED) else ""
+
+
 def after_thinking(text: str) -> int:
-    """Return the place after the thinking with which a message begins; 0 if it begins with none. Its <think> may be missing: some
-    templates end a prompt with it."""
-    start, end = text.find(OPENED), text.find(CLOSED)
-    if end < 0:
-        return 0
-    opened = start >= 0 and not text[:start].strip()
-    unopened = (start < 0 or end < start) and not text.lstrip().startswith(BEGINNINGS)
-    return end + len(CLOSED) if opened or unopened else 0
+    """Return the place after the thought with which a message begins; 0 if it begins with none."""
+    end = text.find(CLOSED)
+    return end + len(CLOSED) if end >= 0 and text.lstrip().startswith(OPENED) else 0
+
+
+def unopened(text: str) -> int:
+    """Return the place after a </think> that nothing opens, as in texts that others have read or written; 0 if there is none."""
+    before, closed, _ = text.partition(CLOSED)
+    return len(before + closed) if closed and OPENED not in before else 0
 
 
 def parted(text: str) -> tuple[str | None, str]:
     """Return the thought that a message begins with, None without one, and the rest. No character is lost but the tags."""
-    if not (end := after_thinking(text)):
+    if not (end := after_thinking(text) or unopened(text)):
         return None, text
     thought = text[: end - len(CLOSED)]
     return thought.lstrip().removeprefix(OPENED) if OPENED in thought else thought, text[end:]

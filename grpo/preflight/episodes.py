@@ -1,7 +1,9 @@
 """Checks of the episodes: tokens are those of the texts, limits hold, and each sample has its own reward."""
 
 import asyncio
+import re
 import time
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,12 +119,16 @@ def spelled_out(probe: Probe) -> Checked:
             texts = renderer.texts(state.messages if state.prompt is None else state.prompt, state.tools)
             rendered[ids] = any(is_text(ids, *text, tokenizer, renderer.keep) for text in texts)
         wrong_prompts += not rendered.get(ids, True)
-        read = message_read(renderer, turn.completion.ids, state)
+        read = message_read(renderer, turn.completion.ids, state, ids)
         wrong_answers += step.action.ids not in ((), turn.completion.ids) or read != step.action.message
     contents = [message.content for step, _ in turns_of(probe)[:8] for message in step.state.messages]
     if any(loses_spaces(text, tokenizer) for text in contents):
-        remedy = "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json"
-        return Checked("FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has none", remedy)
+        remedy = (
+            "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json, or take another"
+        )
+        return Checked(
+            "FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has other white space", remedy
+        )
     wrong = f"{plural(wrong_prompts, 'prompt')} and {plural(wrong_answers, 'answer')}"
     text = f"{plural(len(turns_of(probe)), 'turn')}: {wrong} are not their texts"
     remedy = "prompts are not what was rendered: look at the renderer and its tokenizer"
@@ -140,9 +146,14 @@ def is_text(
 
 
 def loses_spaces(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether most spaces are gone when a text is tokenized and read again; then answers and calls lose theirs, too."""
-    again = tokenizer.decode(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    return len(again.split()) < len(text.split()) / 2
+    """Return whether white space in a text is other when it is tokenized and read again; that of answers and calls is, too."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return spaces(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != spaces(text)
+
+
+def spaces(text: str) -> list[str]:
+    """Return the white space within a text, as one list of runs. Other blanks of Unicode count as spaces."""
+    return re.findall(r"\s+", unicodedata.normalize("NFKC", text).strip())
 
 
 def owners(probe: Probe) -> Checked:

@@ -268,7 +268,7 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
         later = [*end.state.messages[len(start) :], end.action.message]
         if start and start[-1].role == "assistant":
             prefill = start.pop()
-            later[0] = Message("assistant", prefill.content + later[0].content)
+            later[0] = Message("assistant", prefill.content + later[0].sampled)
         prompts.append([message.as_dict() for message in start])
         completions.append([message.as_dict() for message in later])
     columns = {name: [value] * len(trajectories) for name, value in example.items()}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Reward
 from grpo.rewards.combined import text_of
 from grpo.rewards.math.answers import extract_answer
@@ -47,7 +48,7 @@ def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.
     """1 if the last number after any thought equals `gold`, `wrong` if not: for models that do not box their answers."""
     rewards = []
     for completion, right in zip(completions, gold, strict=True):
-        answer = text_of(completion).rpartition("</think>")[2]
+        answer = after_thoughts(text_of(completion))
         numbers = re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", answer.replace(",", ""))
         outcome = verdict(numbers[-1], str(right)) if numbers else "no_answer"
         rewards.append(_graded(outcome, wrong))

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 
 import httpx2
 
+from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Reward
 from grpo.rewards.combined import text_of
 from grpo.system.answers import addresses
@@ -44,14 +45,9 @@ LONGEST_WAIT = 600.0  # seconds that a host may ask for
 UNJUDGED = Reward(math.nan, False, outcome="error")
 
 
-def without_thoughts(text: str) -> str:
-    """Return the text after the reasoning: nothing, if the reasoning never ends."""
-    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
-
-
 def verdicts(text: str, labels: Choices) -> list[int] | None:
     """Return the index of the choice for each label; None if a verdict is missing, given twice or no choice."""
-    answer = without_thoughts(text)
+    answer = after_thoughts(text)
     places = []
     for label, choices in labels.items():
         lines = re.findall(rf"^\W*{re.escape(label)}\W*:(.*)$", answer, re.MULTILINE | re.IGNORECASE)
@@ -159,7 +155,7 @@ class Judge:
         if self.reference and gold is not None:
             texts["A right answer"] = str(gold)
         criteria = as_criteria(columns[self.criteria][0]) if isinstance(self.criteria, str) else self.criteria
-        answers = [without_thoughts(text_of(completion)) for completion in completions]
+        answers = [after_thoughts(text_of(completion)).strip() for completion in completions]
         with closing(sqlite3.connect(self.cache or ":memory:", 60, isolation_level=None)) as file:
             file.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, answer TEXT)")
             async with httpx2.AsyncClient(timeout=self.timeout) as http:

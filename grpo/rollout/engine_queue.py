@@ -20,6 +20,7 @@ from grpo.engines.context import check_context
 from grpo.engines.logprobs import is_logprob
 from grpo.engines.protocol import Engine, Sampling
 from grpo.engines.stop_texts import StopTexts
+from grpo.env.renderer import message_after
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.env.types import State
 from grpo.system.background import Background, stop_all
@@ -76,7 +77,11 @@ class EngineQueue:
         """Return the sampling of the next message: the run's, with the limits of the state."""
         if not state.stop and state.max_tokens is None:
             return self.sampling
-        stop = StopTexts(state.stop, lambda ids: renderer.parse(ids).content) if state.stop else self.sampling.stop
+        stop = (
+            StopTexts(state.stop, lambda ids: message_after(renderer, ids).content)
+            if state.stop
+            else self.sampling.stop
+        )
         most = self.sampling.max_tokens
         return replace(self.sampling, max_tokens=min(state.max_tokens or most, most), stop=stop)
 

@@ -89,7 +89,7 @@ async def episode(
         if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
             return await ended("truncated", state)
         completion = await engine.sample(env.place, prompt, seed(s, len(turns)), engine.sampling_in(state, renderer))
-        cut_short, message = completion.finish == "length", message_read(renderer, completion.ids, state)
+        cut_short, message = completion.finish == "length", message_read(renderer, completion.ids, state, prompt)
         action = Action(message, cut_short, completion.ids, completion.logprobs, prompt)
         steps.append(Step(state, action))
         turns.append(Turn(prompt, completion))

@@ -18,7 +18,7 @@ from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
 from grpo.env.intake import no_tokens
 from grpo.env.messages import cut, shown
-from grpo.env.renderer import Renderer, encoded
+from grpo.env.renderer import Renderer, encoded, message_after
 from grpo.env.tokens import Completion
 from grpo.serve.batching import Batching, Unavailable
 from grpo.serve.dialects.chat import CHAT
@@ -199,9 +199,9 @@ class Service:
         self, request: CompletionRequest, prompts: Sequence, completions: Sequence[Completion], scores: Sequence
     ) -> list[Answer]:
         """Return the answer that each completion is."""
-        renderer = self.renderer_of(request)
+        renderer, decode = self.renderer_of(request), self.tokenizer.decode
         return [
-            answered(request, prompt, done, renderer.parse(done.ids, request.tools), self.tokenizer.decode, values)
+            answered(request, prompt, done, message_after(renderer, done.ids, prompt, request.tools), decode, values)
             for prompt, done, values in zip(prompts, completions, scores, strict=True)
         ]
 
@@ -231,8 +231,8 @@ class Service:
         self.limits.check("tokens", tokens, "tokens (of the prompts and max_tokens, for each sample)")
 
     def text(self, completion: Completion, stop: Sequence[str] = ()) -> str:
-        """Return the text of a completion, as the policy's message has it, before the first stop text."""
-        return cut(self.renderer.parse(completion.ids).content, stop)[0]
+        """Return the text that was sampled, as the policy's message has it, before the first stop text."""
+        return cut(message_after(self.renderer, completion.ids).content, stop)[0]
 
     def prompt_text(self, ids: Sequence[int]) -> str:
         """Return the text of a prompt with its special tokens."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import EXAMPLES, compose_config
 from helpers.runs import rows
-from tokenizers import decoders
+from tokenizers import Regex, decoders, normalizers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors
@@ -194,13 +194,18 @@ def test_a_start_token_that_is_never_put_in_front(probe, monkeypatch):
 
 def test_a_tokenizer_that_loses_spaces(probe, monkeypatch):
     """As LlamaTokenizerFast does with the file of a DeepSeek R1 distillation."""
-    tokenizer = deepcopy(probe.tokenizer)
+    probe_tokenizer, tokenizer = probe.tokenizer, deepcopy(probe.tokenizer)
     monkeypatch.setattr(probe, "tokenizer", tokenizer)
     check = CHECKS["tokens are those of the texts"]
     assert preflight.outcome(check, probe).result == "PASS"
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(" ", "")])
     found = preflight.outcome(check, probe)
     assert found.result == "FAIL" and "loses the spaces" in found.compared and "tokenizer_class" in found.remedy
+    code = "if x:\n    y"
+    assert not episodes.loses_spaces(code, probe_tokenizer)
+    tokenizer.backend_tokenizer.decoder = probe_tokenizer.backend_tokenizer.decoder
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")  # as T5's
+    assert episodes.loses_spaces(code, tokenizer) and not episodes.loses_spaces("if x: y", tokenizer)
 
 
 def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Example, Outcome
 from grpo.rewards.code.cases import run_case
 from grpo.rewards.code.sandbox import ProgramLimits, Result, UnitTests, run_program
@@ -24,7 +25,7 @@ def extract_program(text: str) -> str | None:
     """
     blocks: dict[bool, str] = {}  # named python? -> the last such block
     opened = None
-    for line in text.rpartition("</think>")[2].splitlines():
+    for line in after_thoughts(text).splitlines():
         fence = _FENCE.fullmatch(line)
         if opened is None:
             if fence:
@@ -44,13 +45,13 @@ def extract_program(text: str) -> str | None:
 
 def extract_continuation(text: str) -> str | None:
     """Return the body that a base model writes after a HumanEval prompt: up to the next statement at the top level."""
-    body = _STOP.split(text, maxsplit=1)[0]
+    body = _STOP.split(after_thoughts(text), maxsplit=1)[0]
     return body if body.strip() else None
 
 
 def bare_program(text: str, row: Example) -> str | None:
     """Return a completion without fences that looks like pure code: a function, or the body of a HumanEval prompt."""
-    text = text.rpartition("</think>")[2].strip("\n")
+    text = after_thoughts(text).strip("\n")
     is_body = "entry_point" in row and text[:1] in (" ", "\t")
     return text if "```" not in text and (is_body or _FUNCTION.search(text)) else None
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from grpo.env.thoughts import after_thoughts
 from grpo.rewards.math.arithmetic import LARGE, Value, same, value
 from grpo.rewards.math.forms.kinds import Kind, kind_of_answer, same_kind, several_words, without_text
 from grpo.rewards.math.spelling import PLAIN, SPECIAL, clean
@@ -47,9 +48,7 @@ def extract_answer(text: str) -> str | None:
 
     The last one counts, so that a corrected answer is judged by its correction. An unclosed <think> claims nothing yet.
     """
-    text = text.rpartition("</think>")[2]
-    if "<think>" in text:
-        return None
+    text = after_thoughts(text)
     if (answer := boxed(text)) is not None:
         return answer
     for line in reversed(_HASHES.findall(text)):  # the text after <|eot_id|> is another turn

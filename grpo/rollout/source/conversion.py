@@ -17,7 +17,7 @@ from grpo.engines.logprobs import is_logprob
 from grpo.engines.weights import eos_token_ids
 from grpo.env.intake import no_tokens
 from grpo.env.messages import Message
-from grpo.env.renderer import Renderer
+from grpo.env.renderer import Renderer, message_after
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.pretrained import Pretrained
@@ -141,8 +141,9 @@ class Conversion:
 
     def step(self, turn: Turn) -> Step:
         """Return a turn as messages: all that the policy has read is one message, since its form is unknown."""
-        prompt, answer = (self.renderer.parse(ids).content for ids in (turn.prompt_ids, turn.completion.ids))
-        action = Action(Message("assistant", answer), turn.completion.finish == "length", turn.completion.ids)
+        prompt = message_after(self.renderer, turn.prompt_ids).content
+        answer = message_after(self.renderer, turn.completion.ids, turn.prompt_ids)
+        action = Action(answer, turn.completion.finish == "length", turn.completion.ids)
         return Step(State((Message("user", prompt),)), action)
 
     def say(self, line: str) -> None:

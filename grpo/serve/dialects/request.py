@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from grpo.engines.only_vllm import PARAMETERS
+from grpo.env.calls.tool_parsers import Malformed
 from grpo.env.messages import Message, ToolSpec, cut, shown
 from grpo.env.tokens import Completion
-from grpo.env.tool_parsers import Malformed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Whole, require
 
@@ -256,10 +256,16 @@ def answered(
     scores: Sequence[Scores] = (),
 ) -> Answer:
     """Return the answer that a completion is. message: parsed from all of it. decode: a tokenizer's."""
-    content, stop = cut(message.content, request.stop)
+    message, stop = message.before(request.stop)
     kept, ids, read = len(completion.ids), completion.ids, partial(decode, skip_special_tokens=True)
     place = len(cut(read(ids), request.stop)[0]) if stop else 0
     while stop and kept and len(read(ids[: kept - 1])) >= place:
         kept -= 1
-    message = replace(message, content=content)
-    return Answer(message, completion, tuple(prompt_ids), decode, stop, kept, tuple(scores))
+    return Answer(written_to(request, message), completion, tuple(prompt_ids), decode, stop, kept, tuple(scores))
+
+
+def written_to(request: CompletionRequest, message: Message) -> Message:
+    """Return the policy's message for a client: without what its own prompt, or message of the policy that is continued, has of a
+    thought that is open there."""
+    continued = request.prompts or request.messages[-1].role == "assistant"
+    return replace(message, content=message.sampled, given="") if continued else message

@@ -10,37 +10,42 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from grpo.env.calls.tool_parsers import Malformed, Reader, Xml, call_in, decoded, python_calls, xml_call
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
-from grpo.env.thoughts import CLOSED, OPENED, after_thinking
-from grpo.env.tool_parsers import Malformed, Reader, Xml, call_in, decoded, python_calls, xml_call
+from grpo.env.thoughts import CLOSED, OPENED, after_thinking, unopened
 
 Parsed = tuple[str, list[ToolCall]]  # the text outside of the calls, and the calls
 Body = Callable[[Reader, Sequence[ToolSpec]], list[ToolCall]]
 
 
 class Form(NamedTuple):
-    """read(text, tools): returns the text outside of the calls, and the calls. written: how a call is written, for the policy.
-    marks: tokens that the reader needs to see; a tokenizer may count them among its special ones."""
+    """read(text, tools, start): returns the text outside of the calls, and the calls, which stand after `start`, the end of a
+    thought. written: how a call is written, for the policy. marks: tokens that the reader needs to see; a tokenizer may count
+    them among its special ones."""
 
-    read: Callable[[str, Sequence[ToolSpec]], Parsed]
+    read: Callable[[str, Sequence[ToolSpec], int], Parsed]
     written: str
     marks: tuple[str, ...] = ()
 
 
 def message_of_text(text: str, form: str, tools: Sequence[ToolSpec] = ()) -> Message:
     """Return the policy's message. If a call is malformed, the content is the whole text, and `error` says in one line what was
-    wrong and how a call is written. Calls in a block of <think> are thoughts. Never raises, whatever the text."""
+    wrong and how a call is written. Calls in a block of <think> are thoughts, and so are those before a </think> that nothing
+    opens and that stands in none of them. Never raises, whatever the text."""
+    read = FORMS[form].read
     try:
-        content, calls = FORMS[form].read(text, tools)
+        content, calls = read(text, tools, after_thinking(text))
+        if calls and unopened(content):
+            content, calls = read(text, tools, unopened(text))
     except Malformed as error:
         written = XML_WRITTEN if form == "hermes" and "<function=" in text else FORMS[form].written
         return Message("assistant", text, error=f"{error}; a call is written {written}")
     return Message("assistant", content, tuple(calls))
 
 
-def tagged(text: str, tools: Sequence[ToolSpec], opening: str, closing: str, body: Body) -> Parsed:
+def tagged(text: str, tools: Sequence[ToolSpec], start: int, opening: str, closing: str, body: Body) -> Parsed:
     """Reads calls that stand between two tags. body: reads at least one call."""
-    outside, calls, reader, last = [], [], Reader(text, after_thinking(text)), 0
+    outside, calls, reader, last = [], [], Reader(text, start), 0
     while mark := reader.find(f"{re.escape(opening)}|{re.escape(closing)}"):
         if mark[0] == closing:
             raise Malformed(f"{closing} stands without {opening}")
@@ -129,9 +134,8 @@ def named_body(reader: Reader, tools: Sequence[ToolSpec], start: str, fence: str
     return calls
 
 
-def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+def llama3(text: str, tools: Sequence[ToolSpec], start: int) -> Parsed:
     """Reads calls in the form of Llama 3."""
-    start = after_thinking(text)
     reader = Reader(text, start)
     if tag := reader.find(r"<\|python_tag\|>"):
         start = tag.start()
@@ -147,9 +151,9 @@ def llama3(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
     return text[:start], calls
 
 
-def listed(text: str, tools: Sequence[ToolSpec], mark: str, shown_mark: str) -> Parsed:
+def listed(text: str, tools: Sequence[ToolSpec], start: int, mark: str, shown_mark: str) -> Parsed:
     """Reads a list of calls that ends the message, as those of Mistral and Granite."""
-    reader, calls = Reader(text, after_thinking(text)), []
+    reader, calls = Reader(text, start), []
     if not (opened := reader.find(mark)):
         return text, []
     while not calls or reader.need(mark):
@@ -168,7 +172,7 @@ def listed(text: str, tools: Sequence[ToolSpec], mark: str, shown_mark: str) -> 
 CHANNEL = r"( to=\S+)?<\|channel\|>(analysis|commentary|final)( to=[^\s<]+)?\s*(<\|constrain\|>)?\s*\w*\s*"
 
 
-def harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+def harmony(text: str, tools: Sequence[ToolSpec], start: int) -> Parsed:
     """Reads the channels of gpt-oss: the analysis is a thought, the commentary to a function is a call, the rest is the text."""
     if "<|message|>" not in text:
         return text, []
