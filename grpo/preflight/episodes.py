@@ -1,9 +1,7 @@
 """Checks of the episodes: tokens are those of the texts, limits hold, and each sample has its own reward."""
 
 import asyncio
-import re
 import time
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from grpo.env.renderer import message_read
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import EnvBuilder, SingleTurn, Step
+from grpo.env.white_space import loses_spaces
 from grpo.preflight.probe import Checked, Probe, judged
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
@@ -123,12 +122,8 @@ def spelled_out(probe: Probe) -> Checked:
         wrong_answers += step.action.ids not in ((), turn.completion.ids) or read != step.action.message
     contents = [message.content for step, _ in turns_of(probe)[:8] for message in step.state.messages]
     if any(loses_spaces(text, tokenizer) for text in contents):
-        remedy = (
-            "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json, or take another"
-        )
-        return Checked(
-            "FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has other white space", remedy
-        )
+        remedy = "name the class PreTrainedTokenizerFast as tokenizer_class in its tokenizer_config.json"
+        return Checked("FAIL", "the tokenizer loses the spaces of a text: decode(encode(text)) has others", remedy)
     wrong = f"{plural(wrong_prompts, 'prompt')} and {plural(wrong_answers, 'answer')}"
     text = f"{plural(len(turns_of(probe)), 'turn')}: {wrong} are not their texts"
     remedy = "prompts are not what was rendered: look at the renderer and its tokenizer"
@@ -143,17 +138,6 @@ def is_text(
     """Return whether token ids are a text, or its last `keep` tokens. special: whether special tokens are added to it."""
     fresh = tuple(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
     return tokenizer.decode(ids) == tokenizer.decode(fresh) or (len(ids) == keep and fresh[-keep:] == ids)
-
-
-def loses_spaces(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether white space in a text is other when it is tokenized and read again; that of answers and calls is, too."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return spaces(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != spaces(text)
-
-
-def spaces(text: str) -> list[str]:
-    """Return the white space within a text, as one list of runs. Other blanks of Unicode count as spaces."""
-    return re.findall(r"\s+", unicodedata.normalize("NFKC", text).strip())
 
 
 def owners(probe: Probe) -> Checked:
