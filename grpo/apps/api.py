@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # `import grpo` needs no torch
 load_run = Run
 SHORT = {"rewards": "task.rewards", "optimizer": "optim.optimizer", "schedule": "optim.schedule"}
 PLACEHOLDER = {"model": "path", "task": "jsonl"}  # the option to choose where an object takes the place of a group's
+ACTS = ("model.kernels",)  # beside a model that is an object; if its tokenizer is none, also these
+READS = ("model.chat_template", "model.revision", "model.trust_remote_code")
 
 
 class TrainedRun(Run):
@@ -80,14 +82,20 @@ def train(
         raise UserError("rewards=... belongs to a task by its name; a task that is an object has its own score")
     folder = Path(output_dir or timed_folder("python"))
     if dataset is not None:
+        if not is_plain(task) or "task.path" in dict(by_key(settings)):
+            raise UserError(
+                "dataset=... belongs to a task by its name: leave out task.path, or the task that is an object"
+            )
         values = {"task": "jsonl", "task.path": folder / "data"} | values
+    if tokenizer is not None:
+        values["tokenizer"] = tokenizer
     if callbacks is not None:
         values |= callback_values(callbacks)
     words, objects = split(values)
     if model is not None and not is_plain(model):
         words.append(f"model.path={literal(model.name_or_path)}")
         words.append(f"model.dtype={str(model.dtype).removeprefix('torch.')}")
-        objects["tokenizer"] = tokenizer
+        objects.setdefault("tokenizer", None)
     elif tokenizer is not None:
         raise UserError("tokenizer=... belongs to a model that is an object too; a model by its name has its own")
     words.append(f"output_dir={literal(folder)}")
@@ -136,7 +144,8 @@ def callback_values(callbacks: Any) -> dict[str, Any]:
 def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments of the command line with these values, and the objects, which cannot be written there, by key."""
     words, objects = [], {}
-    for key, value in by_key(values):
+    check_moot(each := dict(by_key(values)))
+    for key, value in each.items():
         if not is_plain(value):
             objects[key] = value
             if key in PLACEHOLDER:
@@ -160,6 +169,15 @@ def by_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
         else:
             yield from by_key({f"{key}.{inner}": below for inner, below in value.items()})
+
+
+def check_moot(values: Mapping[str, Any]) -> None:
+    """Raise UserError for a value below a key whose value is an object, which has its own."""
+    for key in (key for key, value in values.items() if not is_plain(value)):
+        acts = ACTS if values.get("tokenizer") else ACTS + READS
+        below = [name for name in values if name.replace("/", ".").startswith(f"{key}.") and name not in acts]
+        if below:
+            raise UserError(f"{below[0]} has no effect beside {key}=..., which is an object with its own: leave it out")
 
 
 def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfig:

@@ -25,6 +25,7 @@ from grpo.config.composing import composed
 from grpo.config.early import check_early, check_unused, without_grader
 from grpo.config.explain import chain, explain
 from grpo.config.foreign import known_elsewhere
+from grpo.config.overruled import not_in_effect
 from grpo.config.resuming import (
     add_saved_overrides,
     check_resumed,
@@ -262,6 +263,9 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
         return None
     ungraded = without_grader(config)
     shows = not int(rank) and not in_sweep()
+    if not int(rank) and not config.ckpt_path:
+        for line in not_in_effect(config, given_arguments() if overrides is None else overrides):
+            log.warning("%s", line)
     if config.resume.auto and is_over(config):
         if shows:
             print(f"this run has finished: {config.output_dir}")

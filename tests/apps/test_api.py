@@ -160,6 +160,36 @@ def test_a_mistake_is_one_line():
         grpo.train("tiny", tokenizer=object())
 
 
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("model.dtype", {"model": torch.nn.Linear(1, 1), "model.dtype": "bfloat16"}),
+        ("model.path", {"model": torch.nn.Linear(1, 1), "model.kernels": "none", "model.path": "elsewhere"}),
+        ("model.chat_template", {"model": object(), "tokenizer": object(), "model.chat_template": "none"}),
+        ("optim.optimizer.lr", {"optimizer": partial(torch.optim.SGD, lr=0.1), "optim": {"optimizer": {"lr": 1.0}}}),
+        ("optim.optimizer", {"optim": object(), "optimizer": partial(torch.optim.SGD, lr=0.1)}),
+        ("engine.max_cache_tokens", {"engine": object(), "engine.max_cache_tokens": 8}),
+        ("algo/kl", {"algo": object(), "algo/kl": "loss"}),
+        ("task.seed", {"task": object(), "task.seed": 1}),
+        ("task.rewards", {"task": object(), "task.rewards": [is_long]}),
+    ],
+)
+def test_a_key_below_an_object_is_refused(key, settings):
+    with pytest.raises(UserError, match=f"^{re.escape(key)} has no effect beside .*=..., which is an object"):
+        grpo.train(**settings)
+
+
+def test_rows_beside_a_task_or_a_path_that_would_hide_them_are_refused():
+    for settings in ({"task": search_agent.Countries()}, {"task.path": "rows.jsonl"}):
+        with pytest.raises(UserError, match=r"dataset=\.\.\. belongs to a task by its name"):
+            grpo.train("tiny", dataset=[{"prompt": "1 + 1 ="}], **settings)
+
+
+def test_keys_that_act_beside_a_model_object_stay():
+    words, _ = split({"model": torch.nn.Linear(1, 1), "model.kernels": "none", "model.chat_template": "none"})
+    assert words == ["model=path", "model.kernels='none'", "model.chat_template='none'"]
+
+
 def test_under_torchrun_a_program_names_its_folder_as_the_command_line_does(smoke, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     config = compose_config(*smoke())
