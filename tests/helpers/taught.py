@@ -27,12 +27,18 @@ def other_model(toy, folder, seed: int = 5) -> str:
 
 
 def taught(
-    policy, teacher: Teacher | str, imitation: dict | None = None, policy_coef: float = 0.0, **settings
+    policy,
+    teacher: Teacher | str,
+    imitation: dict | None = None,
+    policy_coef: float = 0.0,
+    by: str = "token",
+    **settings,
 ) -> Taught:
-    """Return a module that learns from a teacher, or from the model in a folder. Settings of the teaching have its names."""
+    """Return a module that learns from a teacher, or from the model in a folder. Settings of the teaching have its names; its
+    reduction is `by`."""
     teacher = Model(Pretrained(teacher)) if isinstance(teacher, str) else teacher
     names = Teaching.__dataclass_fields__.keys() - {"reduce"}
-    teaching = Teaching(**{"coef": 1.0} | {name: settings.pop(name) for name in names & settings.keys()})
+    teaching = Teaching(reduce=by, **{"coef": 1.0} | {name: settings.pop(name) for name in names & settings.keys()})
     parts = {"teacher": teaching, "imitation": Imitation(**imitation or {}), "policy_coef": policy_coef}
 
     def made(*arguments, **named) -> Taught:

@@ -46,6 +46,16 @@ def test_an_advantage_has_no_gradient_of_its_own():
     assert logprob.grad.item() == pytest.approx(-math.log(1.5), abs=1e-6)
 
 
+def test_the_ratio_of_a_divergence_is_capped_and_has_no_gradient():
+    """Ratios 5 and 1/2, at most 2: a divergence of 3 becomes 6 and 1.5."""
+    logprobs = torch.tensor([[5.0, 0.5]]).log().requires_grad_()
+    divergence = torch.full((1, 2), 3.0, requires_grad=True)
+    found = Teaching(divergence="reverse", cap=2.0).capped(divergence, logprobs, torch.zeros(1, 2))
+    assert found.tolist() == [pytest.approx([6.0, 1.5])]
+    of_ratio, of_divergence = torch.autograd.grad(found.sum(), (logprobs, divergence), allow_unused=True)
+    assert of_ratio is None and of_divergence.tolist() == [pytest.approx([2.0, 0.5])]
+
+
 def test_few_entries_and_a_tail():
     student, teacher = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.6, 0.2, 0.2]]).log()
     assert reverse(student, teacher).item() == pytest.approx(0.03048, abs=1e-5)

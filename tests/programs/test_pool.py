@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,13 +12,17 @@ import pytest
 from helpers.runs import learned
 from helpers.slots import Halves, Talk
 
+from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.messages import Message
 from grpo.rollout.ahead.check import one_by_one
+from grpo.rollout.ahead.pool import Flight, Pool
 from grpo.rollout.draw import Everything
 from grpo.rollout.episodes import play
+from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.selection import Dynamic
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
+from grpo.system.seeds import TRAIN, derive_seed
 
 HALVES = {"_target_": "helpers.slots.Halves"}  # 40 questions
 READY = "rollout.order=ready engine._target_=helpers.slots.Streams"
@@ -104,7 +109,7 @@ class Between(Talk):
 @pytest.mark.parametrize("stale", ["drop", "correct", "wait"])
 def test_a_group_that_is_older_than_the_bound(run, stale):
     """One sample waits for the fourth update, so that its first turn is 4 versions old; the bound is 2."""
-    settings = f"rollout.ahead=1 max_turns=2 rollout.patience=3 {READY} rollout.stale={stale}"
+    settings = f"rollout.ahead=1 max_turns=2 {READY} rollout.stale={stale}"
     update = 1 if stale == "wait" else 3
     more = f"+callbacks.updates={{_target_: test_pool.Updates, update: {update}}}"
     rows, samples = run(settings, more.replace(" ", ""), task={"_target_": "test_pool.Held"})
@@ -115,8 +120,22 @@ def test_a_group_that_is_older_than_the_bound(run, stale):
     assert oldest >= 4 if stale == "correct" else oldest <= 2
 
 
-def test_a_wait_names_whom_it_waits_for(run):
-    """With stale=wait the update waits for a group that is due. Its environment never answers, so the run ends."""
+def test_a_wait_names_whom_it_waits_for(run, monkeypatch):
+    """With stale=wait the update waits for a group that is due. Its environment never answers, so the run ends. The second of
+    patience passes only while that group alone is missing."""
+    pools, made, passed = [], Pool.make, [0.0]
+
+    def make(pool, *arguments):
+        pools.append(pool)
+        return made(pool, *arguments)
+
+    def clock() -> float:
+        passed[0] += 0.6 * (pools[-1].flying == 1 and not pools[-1].new)
+        return passed[0]
+
+    monkeypatch.setattr(Pool, "make", make)
+    clocks = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
+    monkeypatch.setattr("grpo.rollout.ahead.pool.time", clocks)
     settings = f"rollout.ahead=1 max_turns=2 rollout.patience=1 {READY}"
     settings += " +callbacks.updates={_target_:test_pool.Updates,update:99}"
     line = (
@@ -124,6 +143,21 @@ def test_a_wait_names_whom_it_waits_for(run):
     )
     with pytest.raises(RolloutError, match=line):
         run(settings, task={"_target_": "test_pool.Held"})
+
+
+def test_groups_that_are_issued_again_have_the_seeds_of_their_places(tmp_path):
+    """Of a rollout of four, the third and the fourth come again: their seeds are those that they have in the whole rollout."""
+    seen: list[tuple[str, list[int]]] = []
+
+    def player(task, examples, size, engine, renderer, sampling, seeds, limits, finished):
+        seen.extend((example, [seeds(p, s, 1) for s in range(size)]) for p, example in enumerate(examples))
+        return []
+
+    plan = SimpleNamespace(group_size=2, sampling=None, limits=None)
+    rollouts = Rollouts(plan, None, None, TransformersEngine(), None, None, str(tmp_path), seed=7, play=player)
+    Pool(rollouts, None)._play([Flight((5, 2), "third", begun=5), Flight((5, 3), "fourth", begun=5)])
+    places = {"third": 2, "fourth": 3}
+    assert seen == [(name, [derive_seed(7, TRAIN, 5, place, s, 1) for s in range(2)]) for name, place in places.items()]
 
 
 @pytest.mark.parametrize("order", ["exact", "ready"])

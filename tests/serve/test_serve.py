@@ -132,6 +132,10 @@ def test_a_seed_decides_whatever_runs_beside(server, toy_model):
     engine.load_weights(toy_model, 0)
     expected = engine.sample([PROMPT] * 3, Sampling(16), [derive_seed(5, i) for i in range(3)])
     assert alone == [list(completion.ids) for completion in expected]
+    asked = {"prompt": [PROMPT, PROMPT], "n": 2, "max_tokens": 16, "seed": 5, "return_token_ids": True}
+    several = [choice["token_ids"] for choice in server("/v1/completions", asked)["choices"]]
+    more = engine.sample([PROMPT] * 4, Sampling(16), [derive_seed(5, i) for i in range(4)])
+    assert several == [list(completion.ids) for completion in more]  # each sample of a request has its own seed
     with ThreadPoolExecutor(8) as pool:
         beside = [pool.submit(server.generate, [30 + i] * (i + 1), n=2) for i in range(7)]
         assert pool.submit(server.generate, seed=5, n=3).result()["token_ids"] == alone

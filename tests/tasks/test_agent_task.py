@@ -316,6 +316,17 @@ def test_what_is_no_reward_is_refused_in_one_line(body, line):
         posted(body, 1.0)
 
 
+def test_a_posted_reward_is_right_from_solved_on_unless_it_says():
+    right = [posted({"reward": value}, 0.5).correct for value in (0.5, 0.49, 1, -1)]
+    assert right == [True, False, True, False]
+    assert (
+        posted({"reward": 0.0, "correct": True}, 0.5).correct
+        and not posted({"reward": 1, "correct": False}, 0.5).correct
+    )
+    assert posted({"reward": None}, 0.5) is None
+    assert posted({"reward": 1, "parts": {"a": 2}}, 0.5).parts == {"a": 2}
+
+
 def test_wrong_commands_are_refused_before_a_run(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "?"}\n')
     monkeypatch.delenv("GRPO_AGENT_KEY", raising=False)

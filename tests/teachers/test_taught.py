@@ -82,6 +82,46 @@ def test_the_first_update_follows_the_gradient_worked_by_autograd(toy, teacher, 
     assert metrics["loss/grad_norm"] > 0.1
 
 
+def expected_after(toy, loss_of) -> dict[str, torch.Tensor]:
+    """Return the weights after one step of 0.1 against the gradient of a loss, which is made of the policy."""
+    policy = fresh(toy)
+    gradients = torch.autograd.grad(loss_of(policy), list(policy.parameters()))
+    return {key: p.detach() - 0.1 * g for (key, p), g in zip(policy.named_parameters(), gradients, strict=True)}
+
+
+SHARES = {  # of the 10 tokens: rows of 2, 1, 4 and 3, with at most 4 tokens
+    "sequence": [1 / 8] * 2 + [1 / 4] + [1 / 16] * 4 + [1 / 12] * 3,
+    "sum": [1 / 4] * 10,
+    "constant": [1 / 16] * 10,
+}
+
+
+@pytest.mark.parametrize("by", SHARES)
+def test_divergences_are_reduced_as_the_teacher_says_whatever_the_policy_does(toy, teacher, by):
+    def loss(policy):
+        return (naive(policy, Pretrained(teacher).model(), "forward") * torch.tensor(SHARES[by])).sum()
+
+    found, _ = learned(taught(fresh(toy), teacher, by=by, divergence="forward"), rollout())
+    same(expected_after(toy, loss), found)
+
+
+def test_answers_that_were_cut_off_teach_nothing_where_they_are_left_out(toy, teacher):
+    """The last row, of 3 tokens, was cut off: the mean is over the other 7, in the teacher's part and in the text's."""
+    made = rollout()
+    cut = replace(made, scores=replace(made.scores, truncated=torch.tensor([[False, False], [False, True]])))
+    kept = {"mask_truncated": True}
+    found, _ = learned(taught(fresh(toy), teacher, divergence="forward", **kept), cut)
+    same(expected_after(toy, lambda policy: naive(policy, Pretrained(teacher).model(), "forward")[:7].mean()), found)
+    made = rollout()
+    cut = replace(made, scores=replace(made.scores, truncated=torch.tensor([[False, False], [False, True]])))
+    found, _ = learned(taught(fresh(toy), Teacher(), imitation={"sampled": 1.0}, coef=0.0, **kept), cut)
+
+    def text(policy):
+        return -torch.cat([S[range(len(y)), y] for S, y in rows_of(policy)])[:7].mean()
+
+    same(expected_after(toy, text), found)
+
+
 CUTS = {
     "one": {},
     "single rows": {"max_tokens_per_microbatch": 1},
