@@ -146,7 +146,7 @@ def test_a_wait_names_whom_it_waits_for(run, monkeypatch):
 
 
 def test_groups_that_are_issued_again_have_the_seeds_of_their_places(tmp_path):
-    """Of a rollout of four, the third and the fourth come again: their seeds are those that they have in the whole rollout."""
+    """The third and the fourth of a rollout of four come again. Their seeds are those that they have in the whole rollout."""
     seen: list[tuple[str, list[int]]] = []
 
     def player(task, examples, size, engine, renderer, sampling, seeds, limits, finished):
