@@ -227,7 +227,8 @@ _REWRITES = [
             r"\1",
         ),  # {x | x < 2}
         (r"\\\{\s*\\\}|^(?:\\text\s*\{\s*)?(?:the )?empty set\s*\}?$", r"\\emptyset"),
-        (r"\\R(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
+        (r"\\R(?![a-zA-Z])", r"\\mathbb{R}"),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"\\backslash", r"\\setminus"),
         (r"\\(?:operatorname|mathrm)\s*\{((?:arc)?(?:sin|cos|tan)|ln|log|exp)\}", r"\\\1 "),
         (r"(?<![\\a-zA-Z])log([0-9]+)\s*(?=\()", r"\\log_{\1}"),

@@ -141,7 +141,7 @@ def same_kind(ours: str, kind: Kind | None, gold: str, gold_kind: Kind | None) -
             product = kind.what.isalpha() and letters and letters >= set(kind.what)
             return None if product else False  # aab may be a^2b
         if kind.name == "clock":
-            other = _clock(bare(gold), ":00")
+            other = _clock(bare(gold), _hours(ours))
             return other is not None and _same_clock(kind.what, other)
         return False if kind.name == "date" or (kind.name == "words" and not several_words(ours)) else None
     name, what = gold_kind
@@ -159,7 +159,7 @@ def same_kind(ours: str, kind: Kind | None, gold: str, gold_kind: Kind | None) -
             return same_formula(mine, what)
         return mine == what or (None if name == "words" and several_words(ours) and several_words(gold) else False)
     if name == "clock":
-        other = _clock(bare(ours), ":00")
+        other = _clock(bare(ours), _hours(gold))
         return other is not None and _same_clock(other, what)
     if name == "words":
         return None if several_words(gold) else phrase(bare(ours)) == what
@@ -205,6 +205,11 @@ def _clock(plain: str, more: str = "") -> tuple[int, str] | None:
     elif hour > 12 or match[1] in ("00", "0"):
         half = "p" if hour > 12 else "a"
     return (hour * 60 + minute) * 60 + second, half
+
+
+def _hours(clock: str) -> str:
+    """Return what a bare hour lacks beside a time: 5 is 5 PM, but 24 is not 24:00."""
+    return ":00" if re.search("[a-zA-Z]", bare(clock)) else ""
 
 
 def _same_clock(ours: tuple[int, str], gold: tuple[int, str]) -> bool:

@@ -138,6 +138,10 @@ def matched(ours: str, gold: str, same: Callable[[str, str], bool]) -> bool | No
         mine, theirs = mine or single, theirs or single
     if len(mine.items) * len(theirs.items) > MOST_PAIRS:
         return None
+
+    def alike(x: str, y: str) -> bool:  # {1} is not 1 among others
+        return x.startswith("\\{") == y.startswith("\\{") and same(x, y)
+
     if mine.name and theirs.name and mine.name != theirs.name:
         return False
     unordered = ("list", "{}", "cases")
@@ -145,15 +149,15 @@ def matched(ours: str, gold: str, same: Callable[[str, str], bool]) -> bool | No
         if (mine.kind == "cases") != (theirs.kind == "cases"):
             return False
         if not any(_DOTS.match(item) for item in mine.items + theirs.items):
-            return _covered(mine.items, theirs.items, same) and _covered(
-                theirs.items, mine.items, lambda x, y: same(y, x)
+            return _covered(mine.items, theirs.items, alike) and _covered(
+                theirs.items, mine.items, lambda x, y: alike(y, x)
             )
     elif mine.kind != theirs.kind and "list" not in (mine.kind, theirs.kind):
         return None if "x" in mine.kind + theirs.kind else False
     if len(mine.items) != len(theirs.items):
         return False
     pairs = zip(_in_order(mine.items), _in_order(theirs.items), strict=True)
-    return all(same(x, y) for x, y in pairs)
+    return all(alike(x, y) for x, y in pairs)
 
 
 def _in_order(items: tuple[str, ...]) -> tuple[str, ...]:
