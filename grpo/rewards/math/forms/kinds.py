@@ -91,7 +91,9 @@ _SMALL_WORDS = {
     "he",
     "ok",
 }
-_WORDS = re.compile(r"[a-zA-Z][a-zA-Z'.-]*(?: \(?[a-zA-Z0-9'.,&-]+\)?)+|[a-zA-Z]+(?:[-'][a-zA-Z]{2,})+")
+_WORDS = re.compile(
+    r"(?:[a-zA-Z][a-zA-Z'.-]+|[aAI])(?: (?:\(?[a-zA-Z0-9][a-zA-Z0-9'.,-]*\)?|&))+|[a-zA-Z]+(?:[-'][a-zA-Z]{2,})+"
+)
 _GENES = re.compile(r"(?:([a-zA-Z])(?i:\1))+")
 _LETTERS = re.compile(r"[a-zA-Z](?: ?(?:[,>-]|\\to)? ?[a-zA-Z])+")  # D, B, C, A
 
