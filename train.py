@@ -26,6 +26,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.objectives.checks import check_algorithm
     from grpo.preflight.callback import PreflightCallback
     from grpo.preflight.forecast import Sizes, forecast
+    from grpo.rollout.own_pieces import check_own, tried_sampler, tried_selection
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stopping.stop import Stop
@@ -60,11 +61,11 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
     data_seed = config.get("data_seed", config.seed)
-    sampler = source or instantiate(config.sampler)(examples["train"], plan.prompts, data_seed)
+    sampler = source or tried_sampler(instantiate(config.sampler), examples["train"], plan.prompts, data_seed)
     engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
     loggers = [*instantiate(config.logger).values()]
     play = instantiate(config.play)
-    selection = instantiate(config.selection)
+    selection = tried_selection(instantiate(config.selection), plan, examples["train"], algorithm, data_seed)
     folder, seed = config.output_dir, config.seed
     rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection)
     rollout = RolloutCallback(rollouts, Stop(config.max_time))
@@ -72,17 +73,9 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
     others = completed(instantiate(config.callbacks), tokenizer)
-    callbacks = [
-        Ending(rollout),
-        Timing(),
-        rollout,
-        kernels,
-        preflight,
-        Tokens(),
-        evaluation,
-        *others,
-        Recorder(),
-    ]  # called in this order
+    check_own(play, engine, others, L.Callback)
+    # called in this order
+    callbacks = [Ending(rollout), Timing(), rollout, kernels, preflight, Tokens(), evaluation, *others, Recorder()]
 
     def module(model) -> L.LightningModule:
         policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)

@@ -1,20 +1,25 @@
 """Samplers that prefer some examples. `Weighted` draws; a weight function says what each example weighs.
 
-A weight function gets a `History` and returns weights [n], one for each example; an example of weight 0 is never drawn.
+A weight function returns weights [n], one for each example; an example of weight 0 is never drawn. Its parameters name what it
+gets of WEIGHED_BY: a `History`, or its parts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from grpo.data.rows import fingerprint
 from grpo.env.types import Example, Reward
-from grpo.system.errors import RolloutError, UserError
+from grpo.system.errors import RolloutError, UserError, error_line
+from grpo.system.output.users_code import code_name
 from grpo.system.progress import Progress, progress
 from grpo.system.ranges import NonNegative, Share, enforced
+
+WEIGHED_BY = ("history", "examples", "rewards", "solved", "progress")
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,12 @@ class Weighted:
 
     def weights(self) -> np.ndarray:
         """Return the weight of each example, [n]. Raises RolloutError, which saves a checkpoint, if all are 0."""
-        weights = np.asarray(self.weight(self.history), dtype=float)
+        weights = np.asarray(weighed(self.weight, self.history), dtype=float)
         count = len(self.examples)
         if weights.shape != (count,) or not (weights >= 0).all():
             needed = f"{count} numbers that are not negative, one for each example"
-            raise RolloutError(f"a weight function returns {needed}, not {weights}")
+            shown = f"{weights.shape}" if weights.shape != (count,) else f"{weights.min()}"
+            raise RolloutError(f"sampler.weight ({code_name(self.weight)}) must return {needed}, and gave {shown}")
         if not weights.any():
             fix = "raise a weight or end the run"
             raise RolloutError(f"sampler: all examples have weight 0, so none can be drawn; {fix}")
@@ -110,7 +116,7 @@ class Weighted:
     def progress(self, rollouts: int) -> dict[str, float]:
         """Return metrics after this many rollouts: prompts, and the shares of examples that were asked, and that can be drawn."""
         count = len(self.examples)
-        able = np.count_nonzero(self.weight(self.history))
+        able = np.count_nonzero(weighed(self.weight, self.history))
         shares = {"data/asked": len(self.latest) / count, "data/drawable": able / count}
         return {"data/prompts": float(rollouts * self.size), **shares}
 
@@ -119,6 +125,25 @@ class Weighted:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.latest = dict(state["latest"])
+
+
+def weighed(function: Callable[..., Any], history: History) -> np.ndarray:
+    """Return what a weight function gives, as numbers. Raises UserError for a parameter without a value, and RolloutError, which
+    saves a checkpoint, where the function fails."""
+    name, parameters = f"sampler.weight ({code_name(function)})", signature(function).parameters
+    for parameter in parameters.values():
+        needed = parameter.default is parameter.empty and parameter.kind not in (2, 4)  # *args, **kwargs
+        if needed and parameter.name not in WEIGHED_BY:
+            raise UserError(f"{name} needs {parameter.name!r}; a weight function may name {', '.join(WEIGHED_BY)}")
+    offered = {
+        each: history if each == "history" else getattr(history, each) for each in WEIGHED_BY if each in parameters
+    }
+    try:
+        return np.asarray(function(**offered), dtype=float)
+    except UserError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise RolloutError(f"{name} raised {error_line(error)}") from error
 
 
 def by_column(history: History, name: str) -> np.ndarray:

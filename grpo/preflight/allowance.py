@@ -35,8 +35,8 @@ class Allowance:
 
     def line(self, parts: Mapping[str, float]) -> str:
         """Return the seconds that were spent and aimed at, in words, with the longest of the parts if they are more."""
-        spent, longest = time.perf_counter() - self.begun, max(parts, key=parts.get)
-        over = f"; the longest part: {longest}, {parts[longest]:.1f} s" if spent > self.seconds else ""
+        spent, (seconds, name) = time.perf_counter() - self.begun, max((parts[name], name) for name in parts)
+        over = f"; the longest part: {name}, {seconds:.1f} s" if spent > self.seconds else ""
         return f"{spent:.1f} s, aimed at {self.seconds:.1f} s{over}"
 
 

@@ -59,7 +59,6 @@ class PreflightCallback(L.Callback):
         self.parts: list[Part] = []
         self.verdicts: dict[str, Checked] = {}
         self.plan: RunPlan | None = None
-        self.start = 0.0  # seconds until the engine had the weights
         self.noted: Callable[[], None] = lambda: None
 
     def facts(self) -> dict[str, Any]:
@@ -88,9 +87,9 @@ class PreflightCallback(L.Callback):
         try:
             with trainer.precision_plugin.forward_context(), allowed:
                 if checks:
-                    begun = time.perf_counter()
+                    start = -time.perf_counter()
                     self.rollout.sync()
-                    self.start = time.perf_counter() - begun
+                    start += time.perf_counter()
                 for name, check in checks.items():
                     self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
                     self.rollout.rounding = vars(probe).get("bound")
@@ -103,14 +102,14 @@ class PreflightCallback(L.Callback):
         finally:
             set_everything(self.rollout.objects, before)
         self.noted()
-        self.show_plan(probe)
+        self.show_plan(probe, start if checks else 0.0)
         self.judge()
 
     @rank_zero_only
-    def show_plan(self, probe: Probe) -> None:
-        """Print the time of the checks and of the plan, and the plan."""
+    def show_plan(self, probe: Probe, start: float) -> None:
+        """Print the time of the checks and of the plan, and the plan. start: seconds until the engine had the weights."""
         if self.verdicts:
-            parts = {"the engine's start": self.start} | {name: v.seconds for name, v in self.verdicts.items()}
+            parts = {"the engine's start": start} | {name: v.seconds for name, v in self.verdicts.items()}
             console().print(f"preflight: {probe.allowance.line(parts)}", soft_wrap=True, highlight=False)
         for line in self.plan.lines():
             console().print(line, soft_wrap=True, highlight=False)

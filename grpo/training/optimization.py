@@ -16,9 +16,9 @@ from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError
+from grpo.system.output.users_code import is_own, of_user
 from grpo.system.output.words import plural
 from grpo.system.ranges import Count, NonNegative, Positive, Share, enforced, require
-from grpo.system.users_code import is_own, of_user
 from grpo.training.loss_scale import LossScale, LossScaling
 from grpo.training.meter import Means
 

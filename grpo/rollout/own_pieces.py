@@ -1,0 +1,106 @@
+"""Tries the user's own sampler, selection, player, engine and callbacks on made-up input, before a model is loaded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.data.prompts import Sampler, Uniform
+from grpo.env.messages import Message
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
+from grpo.objectives.algorithm import Algorithm
+from grpo.rollout.draw import Draw, Selection
+from grpo.rollout.types import Group, Plan, Sample
+from grpo.system.output.users_code import check_call, is_own, trying
+
+SAMPLER = "draw(rollout, count, first), progress(rollouts), and observe([(example, rewards), ...]) if it is there"
+PLAY = ("task", "examples", "group_size", "engine", "renderer", "sampling", "seed", "limits")
+ENGINE = {"load_weights": ("model", "version"), "sample": ("prompts", "sampling", "seeds"), "close": ()}
+
+
+def tried_sampler(make: Callable[..., Sampler], examples: Sequence[Example], size: int, seed: int) -> Sampler:
+    """Return the sampler. If it, or its weight function, is the user's, another one has drawn twice before."""
+    with trying("sampler", make, "examples, size, seed"):
+        sampler = make(examples, size, seed)
+    code = next(
+        (each for each in (sampler, getattr(sampler, "weight", None)) if each is not None and is_own(each)), None
+    )
+    if code is None:
+        return sampler
+    with trying("sampler", code, SAMPLER):
+        for rollout in range(2):
+            drawn = sampler.draw(rollout, size)
+            if not isinstance(drawn, Sequence) or not 0 < len(drawn) <= size or not all(map(is_row, drawn)):
+                raise TypeError(f"draw must return a list of at most {size} examples, and gave {type(drawn).__name__}")
+            if observe := getattr(sampler, "observe", None):
+                observe([(example, [Reward(1.0, True), Reward(0.0, False)]) for example in drawn])
+            if not isinstance(metrics := sampler.progress(rollout + 1), Mapping):
+                raise TypeError(f"progress must return a dict of numbers, and gave {type(metrics).__name__}")
+        if hasattr(sampler, "state_dict"):
+            sampler.load_state_dict(deepcopy(sampler.state_dict()))
+    return make(examples, size, seed)
+
+
+def is_row(example: Any) -> bool:
+    """Return whether something is a row of a dataset."""
+    return isinstance(example, Mapping)
+
+
+@dataclass
+class MadeUp:
+    """Rounds of groups whose samples are right in turn; see `draw.Rounds`."""
+
+    plan: Plan
+    sampler: Sampler
+    algorithm: Algorithm
+    seed: int
+
+    def one_round(
+        self, r: int, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
+    ) -> list[Group]:
+        """Return a group of `size` samples of each example."""
+        return [[made_sample(example, s + skip) for s in range(size)] for example in examples]
+
+
+def made_sample(example: Example, s: int) -> Sample:
+    """Return a sample of two tokens, which is right if its number is odd."""
+    step = Step(State((Message("user", "a question"),)), Action(Message("assistant", f"answer {s}"), ids=(1, 2)))
+    turn = Turn((1,), Completion((1, 2), (-1.0, -0.5), "stop"))
+    return Sample(example, Trajectory((step,)), (turn,), Reward(float(s % 2), s % 2 == 1))
+
+
+def tried_selection(
+    selection: Selection, plan: Plan, examples: Sequence[Example], algorithm: Algorithm, seed: int
+) -> Selection:
+    """Return the selection. If it is the user's, a copy has chosen from made-up groups, in two rollouts."""
+    if not is_own(selection) or len(examples) < plan.prompts:  # a source has none
+        return selection
+    twin, rounds = deepcopy(selection), MadeUp(plan, Uniform(examples, plan.prompts, seed), algorithm, seed)
+    with trying(
+        "selection", selection, "select(draw), where draw has more(count, size), extend, greedy, scores and prompts"
+    ):
+        for r in range(2):
+            groups = twin.select(Draw(rounds, r))
+            if not isinstance(groups, list) or not all(isinstance(s, Sample) for group in groups for s in group):
+                raise TypeError(
+                    f"select must return a list of groups, lists of samples, and gave {type(groups).__name__}"
+                )
+        if hasattr(twin, "state_dict"):
+            twin.load_state_dict(deepcopy(twin.state_dict()))
+    return selection
+
+
+def check_own(play: Any, engine: Any, callbacks: Sequence[Any], base: type) -> None:
+    """Raise UserError for a player, an engine or a callback of the user's that cannot be called as a run calls it. A call needs a
+    model, so only the arguments are looked at. base: the class of callbacks."""
+    if is_own(play):
+        check_call("play", play, "", PLAY)
+    for method, names in ENGINE.items() if is_own(engine) else ():
+        check_call("engine", engine, method, names)
+    for callback in filter(is_own, callbacks):
+        for hook in [name for name in dir(base) if name.startswith("on_")]:
+            if getattr(type(callback), hook, None) is not getattr(base, hook):
+                wanted = base.__dict__[hook].__code__.co_varnames[1 : base.__dict__[hook].__code__.co_argcount]
+                given = len(wanted) - len(base.__dict__[hook].__defaults__ or ())
+                check_call("callbacks", callback, hook, wanted[:given])

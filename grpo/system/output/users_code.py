@@ -1,0 +1,91 @@
+"""Names code of the user's in errors: which function or class it is, and where it stands."""
+
+import inspect
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo.system.errors import UserError, error_line
+
+HOUSE = Path(__file__).parents[3]
+LIBRARIES = ("site-packages", "dist-packages", str(Path(sysconfig.get_path("stdlib"))))
+
+
+def is_users_file(file: str | None) -> bool:
+    """Return whether a file of Python is neither the project's nor a library's."""
+    if not file or file.startswith("<") or any(part in file for part in LIBRARIES):
+        return False
+    inner = Path(file).resolve()
+    return not any(inner.is_relative_to(HOUSE / room) for room in ("grpo", "tasks", "hydra_plugins")) and (
+        inner not in (HOUSE / "train.py", HOUSE / "eval.py")
+    )
+
+
+def inner_of(code: Any) -> Any:
+    """Return a function or a class: that in a partial function, or that of an object."""
+    while isinstance(code, partial):
+        code = code.func
+    return code if inspect.isclass(code) or inspect.isroutine(code) else type(code)
+
+
+def is_own(code: Any) -> bool:
+    """Return whether a function, a class or an object is of the user's code."""
+    try:
+        return is_users_file(inspect.getsourcefile(inner_of(code)))
+    except TypeError:  # built in
+        return False
+
+
+def code_name(code: Any) -> str:
+    """Return the name of a function, or of an object's class; of the user's code with its place, as NAME, FILE.py:LINE."""
+    inner = inner_of(code)
+    if not is_own(inner):
+        return inner.__name__
+    try:
+        return f"{inner.__name__}, {file_line(inspect.getsourcefile(inner), inspect.getsourcelines(inner)[1])}"
+    except OSError:  # typed in
+        return inner.__name__
+
+
+def file_line(file: str, line: int) -> str:
+    """Return FILE.py:LINE, below the current folder without what leads there."""
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
+
+
+@contextmanager
+def trying(key: str, code: Any, gets: str) -> Iterator[None]:
+    """Raise UserError, with the place of the user's code, for what it raises on made-up input. gets: its arguments, in words."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(
+            f"{key}{of_user(code, error)} fails on made-up input: {error_line(error)}; it gets {gets}"
+        ) from error
+
+
+def check_call(key: str, code: Any, method: str, names: Sequence[str]) -> None:
+    """Raise UserError unless the user's code can be called, or its method, with as many arguments as there are names."""
+    function = getattr(code, method, None) if method else code
+    if not callable(function):
+        raise UserError(f"{key} ({code_name(code)}) has no method {method}({', '.join(names)})")
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        line = f"{key} ({code_name(code)}): {method or 'it'} must take ({', '.join(names)})"
+        raise UserError(f"{line}: {error}") from error
+
+
+def of_user(code: Any, error: BaseException) -> str:
+    """Return " (NAME, FILE.py:LINE)" of the user's code, and the line of it that raised; "" for other code."""
+    if not is_own(code):
+        return ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+    raised = f", raised in line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+    return f" ({code_name(code)}{raised})"
