@@ -22,7 +22,7 @@ from grpo.config.composing import composed
 from grpo.config.help import described
 from grpo.config.validation import check_values
 from grpo.system.errors import UserError
-from grpo.system.ports import check_port, family
+from grpo.system.network.ports import check_port, family
 
 if TYPE_CHECKING:  # --help has no need of torch
     import torch

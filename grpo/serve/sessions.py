@@ -24,7 +24,7 @@ from grpo.serve.dialects.request import CompletionRequest
 from grpo.serve.dialects.writing import sse
 from grpo.system.errors import UserError, error_line
 from grpo.system.files import strict_json
-from grpo.system.ports import check_port
+from grpo.system.network.ports import check_port
 
 HOST = "127.0.0.1"
 BODY = 1 << 23  # bytes of a request

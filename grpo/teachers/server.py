@@ -19,9 +19,9 @@ from grpo.engines.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.teaching import Teaching
-from grpo.system.answers import addresses
 from grpo.system.errors import UserError
 from grpo.system.loops import outcome_of
+from grpo.system.network.answers import addresses
 from grpo.system.ranges import Count, Seconds, enforced
 from grpo.teachers.kinds import REMEDY, Passes, Teacher
 

@@ -30,7 +30,7 @@ from grpo.serve.batching import Batching
 from grpo.serve.service import served_name
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
-from grpo.system.ports import check_port
+from grpo.system.network.ports import check_port
 from grpo.system.seeds import derive_seed
 
 

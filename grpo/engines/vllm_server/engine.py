@@ -35,9 +35,9 @@ from grpo.engines.weights import as_in_files, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
-from grpo.system.answers import addresses
 from grpo.system.errors import UserError, error_line
 from grpo.system.loops import outcome_of
+from grpo.system.network.answers import addresses
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 
 Sync = Literal["disk", "lora", "nccl"]

@@ -17,9 +17,9 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.source.conversion import Conversion
 from grpo.rollout.types import Group
 from grpo.serve.sources.open_engine import OpenEngine
-from grpo.system.answers import addresses, reading
 from grpo.system.distributed import world_size
 from grpo.system.errors import RolloutError, UserError
+from grpo.system.network.answers import addresses, reading
 from grpo.system.ranges import Port, Seconds, enforced
 
 log = logging.getLogger(__name__)

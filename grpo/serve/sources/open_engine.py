@@ -26,7 +26,7 @@ from grpo.serve.gate import Gate
 from grpo.serve.served_weights import ServedWeights
 from grpo.serve.service import Service
 from grpo.system.errors import RolloutError
-from grpo.system.ports import check_port
+from grpo.system.network.ports import check_port
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Ports of this machine, and addresses and answers of servers elsewhere."""
