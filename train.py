@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, check_model, check_run, completed, given_arguments, one_line_errors, quiet, run
-from grpo.config.resuming import check_data, save_config, sized
+from grpo.config.resuming import check_data, recipe_of, save_config, sized
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -42,14 +42,10 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     quiet()  # again, because importing lightning sets its log levels
     check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
     L.seed_everything(config.seed, verbose=False)
-    plan = instantiate(config.rollout)
-    algorithm = instantiate(config.algo)
-    evaluator = instantiate(config.eval)
-    optim = instantiate(config.optim)
+    plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
     check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit = instantiate(config.prompt_limit)
-    task = instantiate(config.task)
-    source = instantiate(config.source)
+    task, source = map(instantiate, (config.task, config.source))
     task, splits = with_rows(task, evaluator, config, trains=source is None)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
@@ -60,15 +56,15 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     source = source and source(pretrained, renderer)
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
-    data_seed = config.get("data_seed", config.seed)
+    folder, seed = config.output_dir, config.seed
+    data_seed = config.get("data_seed", seed)
     sampler = source or tried_sampler(instantiate(config.sampler), examples["train"], plan.prompts, data_seed)
     engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
     loggers = [*instantiate(config.logger).values()]
-    play = instantiate(config.play)
-    selection = tried_selection(instantiate(config.selection), plan, examples["train"], algorithm, data_seed)
-    folder, seed = config.output_dir, config.seed
-    rollouts = Rollouts(plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection)
-    rollout = RolloutCallback(rollouts, Stop(config.max_time))
+    play, selection = map(instantiate, (config.play, config.selection))
+    tried_selection(selection, plan, examples["train"], algorithm, data_seed)
+    slots = plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection
+    rollout = RolloutCallback(Rollouts(*slots, recipe=recipe_of(config)), Stop(config.max_time))
     kernels = KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from grpo.config.composing import composed, literal
+from grpo.data.rows import fingerprint
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import write_text
@@ -33,6 +34,10 @@ OWN = (
     "export",
 )  # of each command, not of the run
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
+NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is compared by itself
+    *("optim", "callbacks", "eval", "logger", "trainer", "strategy", "preflight", "resume", "deployment", "engine"),
+    *("rollout", "teacher", "critic", "module", "alarms", "forecast"),
+)
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 MOVED = {  # what an earlier version has written
@@ -263,6 +268,11 @@ def check_resumed(config: DictConfig) -> None:
         fix = "resume with that one, or start from the run's policy by model=path model.path=RUN/checkpoints/last"
         raise UserError(f"ckpt_path={path} has the state of another optimizer: {other[0]}; {fix}")
     saved = saved_config(folder) if changed else config
+    before, now = ([*(one.optim.get("groups") or ())] for one in (saved, config))
+    if before != now:
+        raise UserError(
+            f"optim.groups={now} (was {before}): the optimizer's state is kept by group; leave the patterns as they were"
+        )
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
     listed = chosen_changes(changed, folder)
     if guarded and config.resume.changes != "allow":
@@ -293,6 +303,11 @@ def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> Non
         raise UserError(f"{line}; give it the same rows, or set resume.changes=allow")
     if differences:
         log.warning("resuming with other data: %s", "; ".join(differences))
+
+
+def recipe_of(config: DictConfig) -> str:
+    """Return a digest of the settings by which samples are made, besides those of `rollout`."""
+    return fingerprint({key: value for key, value in stored(config).items() if key not in (*OWN, *NO_SAMPLES)})
 
 
 def is_shown(change: str, *configs: DictConfig) -> bool:

@@ -121,10 +121,16 @@ class Weighted:
         return {"data/prompts": float(rollouts * self.size), **shares}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"latest": self.latest}
+        return {"latest": self.latest, "rows": {i: fingerprint(self.examples[i]) for i in self.latest}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.latest = dict(state["latest"])
+        """Take the outcomes of an earlier run. Where the rows are others now, an outcome goes with its row."""
+        rows, count = state.get("rows", {}), len(self.examples)
+        if all(i < count and fingerprint(self.examples[i]) == row for i, row in rows.items()):
+            self.latest = dict(state["latest"])
+        else:
+            places = {fingerprint(example): i for i, example in enumerate(self.examples)}
+            self.latest = {places[row]: state["latest"][i] for i, row in rows.items() if row in places}
 
 
 def weighed(function: Callable[..., Any], history: History) -> np.ndarray:

@@ -51,7 +51,9 @@ class EntropyController:
             self.coef = min(self.coef + s.step, s.most) if below else max(self.coef - s.step, 0.0)
 
     def state_dict(self) -> dict[str, float]:
-        return {"entropy_coef": self.coef, "last_entropy": self.entropy}
+        return {"entropy_coef": self.coef, "last_entropy": self.entropy, "first_entropy_coef": self.settings.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef, self.entropy = state["entropy_coef"], state["last_entropy"]
+        s, self.entropy = self.settings, state["last_entropy"]
+        if s.target is not None and state.get("first_entropy_coef", s.coef) == s.coef:
+            self.coef = min(state["entropy_coef"], s.most)

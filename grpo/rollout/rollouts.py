@@ -68,6 +68,7 @@ class Rollouts:
     play: Play = play
     selection: Selection = field(default_factory=Everything)
     while_sampling: Callable[[], AbstractContextManager] = nullcontext
+    recipe: str = ""  # a digest of all other settings that make the samples
 
     def __post_init__(self) -> None:
         if check := getattr(self.selection, "check", None):

@@ -20,6 +20,7 @@ from grpo.rollout.types import Group, Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
 from grpo.system.seeds import REPLAY
+from grpo.system.states import set_states, states_of
 
 Signal = Literal["correct", "reward"]
 
@@ -35,11 +36,10 @@ class Outer:
             check(plan, algorithm)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict()} if hasattr(self.inner, "state_dict") else {}
+        return states_of({"inner": self.inner})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "inner" in state:
-            self.inner.load_state_dict(state["inner"])
+        set_states({"inner": self.inner}, {"inner": state["inner"]} if state.get("inner") else {})
 
 
 @enforced("selection")
@@ -194,7 +194,7 @@ class Replay(Outer):
         return {"kept": self.kept, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kept = [(r, list(group)) for r, group in state["kept"]]
+        self.kept = [(r, list(group)) for r, group in state.get("kept", ())]
         super().load_state_dict(state)
 
 

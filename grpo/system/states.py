@@ -12,13 +12,20 @@ log = logging.getLogger(__name__)
 
 def everything(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the generators and of these objects."""
-    return {"random": random_states(), "objects": states_of(objects)}
+    kinds = {name: type(item).__qualname__ for name, item in objects.items()}
+    return {"random": random_states(), "objects": states_of(objects), "kinds": kinds}
 
 
-def set_everything(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore what `everything` returned."""
-    set_random_states(saved["random"])
-    set_states(objects, saved.get("objects", {}))
+def set_everything(objects: Mapping[str, Any], saved: Mapping[str, Any], same_seed: bool = True) -> None:
+    """Restore what `everything` returned: the generators if they began with the `same_seed`, and the objects that are of the same
+    class. Another one begins without a state, and a warning says so."""
+    if same_seed:
+        set_random_states(saved["random"])
+    now = {name: type(item).__qualname__ for name, item in objects.items()}
+    then = {name: saved.get("kinds", now).get(name) for name in saved.get("objects", {})}
+    for name in [name for name, kind in then.items() if saved["objects"][name] and kind != now.get(name, kind)]:
+        log.warning("the checkpoint has a state of %s %s: %s begins without one", name, then[name], now[name])
+    set_states(objects, {k: x for k, x in saved.get("objects", {}).items() if then[k] == now.get(k, then[k])})
 
 
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:

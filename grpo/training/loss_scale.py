@@ -45,7 +45,7 @@ class LossScale:
     """
 
     def __init__(self, settings: LossScaling) -> None:
-        self.growth_interval, self.value = settings.growth_interval, float(settings.initial)
+        self.settings, self.value = settings, float(settings.initial)
         self.used = self.halved = False
         self.overflows = self.clean = 0
         self.losses: list[Tensor] = []  # of this update
@@ -77,7 +77,7 @@ class LossScale:
                 "loss scale %g is too large for float16: no step, from now on %g (%d such updates so far)", *numbers
             )
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # the schedule steps all the same
-        elif self.clean == self.growth_interval:
+        elif self.clean >= self.settings.growth_interval:
             self.value, self.clean = min(LARGEST, self.value * 2), 0
 
     def sound(self) -> bool:
@@ -85,10 +85,13 @@ class LossScale:
         return not distributed.all_sum((~torch.stack(self.losses).isfinite()).sum().float())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "clean": self.clean, "overflows": self.overflows}
+        counts = {"clean": self.clean, "overflows": self.overflows}
+        return {"value": self.value, "first_value": self.settings.initial} | counts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value, self.clean, self.overflows = state["value"], state["clean"], state["overflows"]
+        self.clean, self.overflows = state["clean"], state["overflows"]
+        if state.get("first_value", self.settings.initial) == self.settings.initial:
+            self.value = state["value"]
 
 
 def in_float16(model: nn.Module, device: str) -> bool:

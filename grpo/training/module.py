@@ -26,7 +26,7 @@ from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means, note_engine, note_loss, of_advantages
 from grpo.training.module_state import ModuleState
-from grpo.training.optimization import Optimization, TokensAtOnce, average_over_ranks, clipped, learned_by
+from grpo.training.optimization import Optimization, TokensAtOnce, average_over_ranks, clipped, learned_by, settings_of
 from grpo.training.skipped import Skipped
 
 
@@ -66,6 +66,7 @@ class GRPOModule(ModuleState):
         trained, offload = self.trained(), self.optim.offload and not is_sharded(self.policy)
         optimizer = with_masters(trained, self.optim.make, offload)
         self.by_hand = offload or any(p.dtype in LOW for p in trained.values())  # DDP sees no masters
+        self.given = settings_of(optimizer)
         return [optimizer], [self.optim.scheduled(optimizer, self.num_updates)]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:

@@ -1,4 +1,8 @@
-"""The module's part of a checkpoint. A run resumes only with the model that it started with."""
+"""The module's part of a checkpoint. A run resumes only with the model that it started with.
+
+A state is what a run has learned or counted, and comes from the checkpoint. A setting is what the configuration says: it never
+does. Where a state begins with a setting, as an adaptive coefficient does, it begins anew if a resuming command changes that one.
+"""
 
 from functools import cached_property
 from typing import Any
@@ -10,6 +14,7 @@ from grpo.system.errors import UserError
 from grpo.system.metrics import about
 from grpo.training.checkpoints import check_shapes
 from grpo.training.loss_scale import LossScale
+from grpo.training.optimization import set_changed
 
 
 class ModuleState(L.LightningModule):
@@ -18,6 +23,9 @@ class ModuleState(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.noted: dict[str, float] = {}
+        # the settings of each group of the optimizer, by this command and by that of the checkpoint
+        self.given: list[dict[str, Any]] = []
+        self.given_before: list[dict[str, Any]] = []
 
     def note(self, name: str, value: float) -> None:
         """Add a number to the metrics of this rollout, from any hook of a callback. Raises UserError if the name is taken."""
@@ -27,7 +35,9 @@ class ModuleState(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["policy_shapes"] = self.policy_shapes()
-        checkpoint["progress"] = {"updates": self.updates} | self.entropy.state_dict()
+        rollouts = self.updates // self.algorithm.updates_per_rollout
+        checkpoint["progress"] = {"updates": self.updates, "rollouts": rollouts, "optimizer": self.given}
+        checkpoint["progress"] |= self.entropy.state_dict()
         checkpoint["progress"]["loss_scale"] = self.scale.state_dict()
         if self.reference is not None and self.reference.moves:
             checkpoint["reference"] = self.reference.weights
@@ -40,12 +50,21 @@ class ModuleState(L.LightningModule):
         if missing := [name for name in ("policy_shapes", "progress") if not checkpoint.get(name)]:
             raise UserError(f"this is no whole checkpoint of a run: {missing[0]} is missing in its state.json")
         check_shapes(checkpoint["policy_shapes"], self.policy_shapes())
-        self.updates = checkpoint["progress"]["updates"]
-        self.entropy.load_state_dict(checkpoint["progress"])
-        if "loss_scale" in checkpoint["progress"]:
-            self.scale.load_state_dict(checkpoint["progress"]["loss_scale"])
+        progress, each = checkpoint["progress"], self.algorithm.updates_per_rollout
+        self.updates = progress.get("rollouts", progress["updates"] // each) * each  # each may have changed
+        self.given_before = progress.get("optimizer", [])
+        self.entropy.load_state_dict(progress)
+        if "loss_scale" in progress:
+            self.scale.load_state_dict(progress["loss_scale"])
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
+
+    def on_train_start(self) -> None:
+        """Give the optimizer and the schedule of a checkpoint the settings of this command."""
+        if self.updates:
+            [optimizer], [config] = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+            set_changed(optimizer, self.given, self.given_before)
+            config.scheduler = self.optim.continued(optimizer, self.num_updates, self.updates)
 
     @cached_property
     def scale(self) -> LossScale:

@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -112,6 +114,26 @@ class Optimization:
         self.tried(num_updates, min(num_updates, MOST))
         return self.built(optimizer, num_updates)
 
+    def continued(self, optimizer: Optimizer, num_updates: int, updates: int) -> LRScheduler:
+        """Return the schedule of a run after so many updates, for an optimizer that `set_changed` has prepared. Raises UserError
+        if its settings need a state that the checkpoint lacks, as that of amsgrad."""
+        small = [torch.zeros(shape, requires_grad=True) for shape in ((1,), (1, 1))]
+        trial = self.optimizer([(name, p) for name, p in zip(("bias", "weight"), small, strict=True)])
+        for p in small:
+            p.grad = torch.zeros_like(p)
+        trial.step()
+        for p in learned_by(optimizer):
+            state, needed = optimizer.state.get(p), trial.state.get(small[p.ndim > 1], {})
+            if state and (missing := needed.keys() - state.keys()):
+                fix = "resume with those of the run, or start from its policy by model=path model.path=RUN/checkpoints/last"
+                raise UserError(f"optim.optimizer: its settings need {min(missing)}, which the checkpoint lacks: {fix}")
+        schedule = self.built(optimizer, num_updates)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # the steps were made before
+            for _ in range(updates):
+                schedule.step()
+        return schedule
+
     def built(self, optimizer: Optimizer, num_updates: int) -> LRScheduler:
         """Return the schedule of a run."""
         warmup = {}
@@ -140,6 +162,19 @@ def by_pattern(
     return [
         {"params": several, **(groups[pattern] if pattern else {})} for pattern, several in members.items() if several
     ]
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group of an optimizer."""
+    return [deepcopy({key: x for key, x in group.items() if key != "params"}) for group in optimizer.param_groups]
+
+
+def set_changed(optimizer: Optimizer, now: Sequence[dict[str, Any]], then: Sequence[dict[str, Any]]) -> None:
+    """Set what differs between the settings `now` and `then` of each group of an optimizer that a checkpoint was loaded into; an
+    optimizer may also keep a state there. The learning rates become those of `now`, before any step of the schedule."""
+    for group, new, old in zip(optimizer.param_groups, now, [*then, *({} for _ in now)], strict=False):
+        group.update({key: x for key, x in new.items() if key not in old or old[key] != x} | {"lr": new["lr"]})
+        group.pop("initial_lr", None)
 
 
 def learned_by(optimizer: Optimizer) -> list[Tensor]:

@@ -416,8 +416,9 @@ def test_a_checkpoint_keeps_the_updates_and_the_entropy_bonus(toy):
     assert module.updates == 5 and module.entropy.alpha == 0.04
     checkpoint = {"state_dict": {}}
     module.on_save_checkpoint(checkpoint)
-    scale = {"value": 65536.0, "clean": 0, "overflows": 0}  # for float16
-    assert checkpoint["progress"] == progress | {"loss_scale": scale}
+    scale = {"value": 65536.0, "first_value": 65536, "clean": 0, "overflows": 0}  # for float16
+    now = {"rollouts": 5, "first_entropy_coef": 0.1, "optimizer": [], "loss_scale": scale}
+    assert checkpoint["progress"] == progress | now
 
 
 # -- credit of turns and tokens: one prompt; the first sample has two turns of one token each, with rewards 0.5 and the rest

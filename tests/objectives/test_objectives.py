@@ -380,9 +380,29 @@ def test_a_steered_entropy_bonus():
 def test_an_entropy_controller_goes_on_from_its_state():
     bonus, other = (EntropyController(EntropyBonus(coef=0.01, target=0.5, step=0.004)) for _ in range(2))
     bonus.update(0.4)
-    assert bonus.state_dict() == {"entropy_coef": pytest.approx(0.014), "last_entropy": 0.4}
+    assert bonus.state_dict() == {
+        "entropy_coef": pytest.approx(0.014), "last_entropy": 0.4, "first_entropy_coef": 0.01,
+    }  # fmt: skip
     other.load_state_dict({"updates": 3, **bonus.state_dict()})  # checkpoints keep it beside the count of updates
     assert other.alpha == bonus.alpha > 0.01
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "alpha"),
+    [
+        ({"coef": 0.01}, {"coef": 0.02}, 0.02),  # a fixed coefficient is a setting
+        ({"coef": 0.01, "target": 0.5}, {"coef": 0.01}, 0.01),  # it no longer moves
+        ({"coef": 0.01, "target": 0.5}, {"coef": 0.02, "target": 0.5}, 0.02),  # it begins anew
+        ({"coef": 0.01, "target": 0.5}, {"coef": 0.01, "target": 0.6}, 0.015),  # what it has learned
+        ({"coef": 0.01, "target": 0.5}, {"coef": 0.01, "target": 0.5, "most": 0.012}, 0.012),
+    ],
+)
+def test_a_resumed_coefficient_is_learned_or_set(then, now, alpha):
+    """After one update with the entropy 0.4, an adaptive coefficient of 0.01 is 0.015."""
+    before, after = EntropyController(EntropyBonus(**then)), EntropyController(EntropyBonus(**now))
+    before.update(0.4)
+    after.load_state_dict(before.state_dict())
+    assert after.alpha == pytest.approx(alpha)
 
 
 # -- refused settings

@@ -258,13 +258,15 @@ def test_staleness_counts_each_token():
 def test_a_rollout_of_another_plan_is_played_again():
     plan, rollout = Plan(2, 2, 4, Sampling(4), ahead=1), Rollout([], None, [], None, rounds=1, version=3, seconds=0.0)
     others = (
-        (replace(plan, num_rollouts=9), True),
-        (replace(plan, ahead=3), True),
-        (replace(plan, group_size=3), False),
+        (replace(plan, num_rollouts=9), "a", True),
+        (replace(plan, ahead=3), "a", True),
+        (replace(plan, group_size=3), "a", False),
+        (plan, "b", False),  # with other rewards, say
     )
-    for other, taken in others:
-        made = Chain(SimpleNamespace(plan=plan, engine=None), {}, Stop())
-        made.load_state_dict({"ahead": {"plan": other, "finished": [rollout], "places": [[]]}}, 2)
+    for other, recipe, taken in others:
+        made = Chain(SimpleNamespace(plan=plan, engine=None, recipe="a"), {}, Stop())
+        state = {"plan": other, "recipe": recipe, "finished": [rollout], "places": [[]]}
+        made.load_state_dict({"ahead": state}, 2)
         assert (made.finished == {2: rollout}) == taken
 
 

@@ -30,9 +30,14 @@ def test_the_scale_by_hand():
         *[(8, False, 0), (16, False, 0), (16, False, 0), (8, True, 1), (8, False, 1)],
         *[(4, True, 2), (2, True, 3), (1, True, 4), (1, False, 4), (1, False, 4), (1, False, 4)],
     ]
-    resumed = LossScale(LossScaling())
-    resumed.load_state_dict(scale.state_dict())
+    resumed, anew = LossScale(LossScaling(8, growth_interval=1)), LossScale(LossScaling(16))
+    for one in (resumed, anew):
+        one.load_state_dict(scale.state_dict())
     assert (resumed.value, resumed.clean, resumed.overflows) == (1, 1, 4)
+    assert (anew.value, anew.overflows) == (16, 4)  # the setting that it begins with is another one
+    resumed.scaled(tensor(0.5), half)
+    resumed.note(True)
+    assert resumed.value == 2  # two clean updates in a row are more than the interval of now
 
 
 def test_passes_in_float32_have_no_scale_and_autocast_has():

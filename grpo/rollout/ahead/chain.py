@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -142,7 +142,8 @@ class Chain:
             log.warning("the checkpoint has no rollout ahead, it is played again: %s", error)
             finished = []
         places = [places_of(rollout) for rollout in finished]
-        state = {"plan": self.plan, "finished": finished, "places": places, "weights": self._older(len(finished))}
+        of = {"plan": self.plan, "recipe": self.rollouts.recipe}
+        state = {**of, "finished": finished, "places": places, "weights": self._older(len(finished))}
         return {"ahead": state} | ({"objects": self.before} if self.before is not None else {})
 
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
@@ -150,7 +151,7 @@ class Chain:
         kept = state.get("ahead") or {}
         if "flying" in kept:
             raise UserError(MIXED)
-        if "finished" in kept and same_samples(kept["plan"], self.plan):
+        if "finished" in kept and same_samples(kept, self.rollouts):
             both = zip(kept["finished"], kept["places"], strict=True)
             self.finished = {r: linked(*pair) for r, pair in enumerate(both, learned)}
             self.issued = self.next = learned + len(self.finished)
@@ -327,9 +328,13 @@ def waited(seconds: float, what: str) -> str:
     return f"{line} ({where()}); resume=auto continues the run"
 
 
-def same_samples(theirs: Any, ours: Any) -> bool:
-    """Return whether two plans make the same samples; their lengths, and how far they play ahead, may differ."""
-    free = {
-        name: getattr(ours, name) for name in ("num_rollouts", "ahead", "order", "max_staleness", "stale", "patience")
-    }
-    return replace(theirs, **free) == ours
+def same_samples(saved: Mapping[str, Any], rollouts: Rollouts) -> bool:
+    """Return whether rollouts of a checkpoint were made as those of this run; else a warning says that they are not used. The
+    length of the run, and how far it plays ahead, may differ."""
+    ours = rollouts.plan
+    names = ("num_rollouts", "epochs", "ahead", "order", "max_staleness", "stale", "patience")
+    free = {name: getattr(ours, name) for name in names}
+    same = replace(saved["plan"], **free) == ours and saved.get("recipe", rollouts.recipe) == rollouts.recipe
+    if not same:
+        log.warning("the rollouts ahead of the checkpoint were made with other settings: they are played again")
+    return same

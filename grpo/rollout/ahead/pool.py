@@ -129,21 +129,25 @@ class Pool:
         kept = {(r, place) for r, place, *_ in finished}
         flights = [*self.flights.values(), *(flight for flight, _ in self.taken.values())]
         flying = [[*f.key, f.tries] for f in flights if f.key not in kept]
-        return {"ahead": {"plan": self.plan, "issued": self.issued, "finished": finished, "flying": flying}}
+        of = {"plan": self.plan, "recipe": self.rollouts.recipe}
+        return {"ahead": {**of, "issued": self.issued, "finished": finished, "flying": flying}}
 
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
         """Take the groups from a checkpoint after `learned` rollouts, if they were made with the same plan."""
         kept = state.get("ahead") or {}
         if "flying" not in kept:
             return
-        if not same_samples(kept["plan"], self.plan):
-            log.warning("the rollouts ahead of the checkpoint belong to other settings of rollout: they are not used")
+        if kept["plan"].prompts != self.plan.prompts:  # the prompts of a rollout are others
+            log.warning("rollout.prompts has changed: prompts in flight are left out, and rollouts begin anew")
             return
-        self.issued = kept["issued"]
-        for r, place, begun, tries, group, seconds in kept["finished"]:
-            self.flights[r, place] = Flight((r, place), group[0].example, begun, tries)
-            self.finished[r, place] = group, seconds
-        for r, place, tries in kept["flying"]:  # the sampler has no state, or `check` would have refused it
+        self.issued, again = kept["issued"], [*kept["flying"]]
+        if same_samples(kept, self.rollouts):
+            for r, place, begun, tries, group, seconds in kept["finished"]:
+                self.flights[r, place] = Flight((r, place), group[0].example, begun, tries)
+                self.finished[r, place] = group, seconds
+        else:
+            again += [[r, place, tries] for r, place, _, tries, *_ in kept["finished"]]
+        for r, place, tries in again:  # the sampler has no state, or `check` would have refused it
             example = self.rollouts.sampler.draw(r, self.plan.prompts, 0)[place]
             self.flights[r, place] = Flight((r, place), example, learned, tries)
 

@@ -38,6 +38,9 @@ class EarlyStopping(early_stopping.EarlyStopping):
         self.of_evaluations = monitor.startswith("eval/")
         super().__init__(monitor, min_delta, patience, mode=mode, check_on_train_epoch_end=False, **kwargs)
 
+    def load_state_dict(self, state: dict) -> None:
+        super().load_state_dict(state | {"patience": self.patience})
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         evaluations = callbacks_of(trainer.callbacks, EvaluationCallback)
         if self.of_evaluations and any(not callback.evaluator.every for callback in evaluations):

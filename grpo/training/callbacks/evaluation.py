@@ -34,9 +34,10 @@ class EvaluationCallback(L.Callback):
         return {"rollouts": learned, "num_rollouts": total, "accuracy": self.accuracy, "owed": bool(self.owed)}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.owed or (self.rollout.learned == 0 and self.evaluator.due(0, self.rollout.plan.num_rollouts)):
-            self.first = [self.evaluate(saves=self.rollout.learned > 0)]
-            record(trainer, self.owed | self.first[0].metrics, step=self.rollout.learned)
+        due = self.evaluator.due(learned := self.rollout.learned, self.rollout.plan.num_rollouts)
+        if self.owed or (due and not learned):
+            self.first = [self.evaluate(saves=learned > 0)] if due else []
+            record(trainer, self.owed | (self.first[0].metrics if due else {}), step=learned)
 
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         batch.evaluations, self.first = batch.evaluations + self.first, []

@@ -44,11 +44,15 @@ class Health(L.Callback):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of names among {', '.join(names)}")
         self.ignored, self.watch, self.alarms = frozenset(ignore), Watch(), alarms
         self.watch.silent |= self.ignored
+        self.measured_with: list[str] | None = None  # what the rounding depends on: engine, number type, precision
         self.foreign: str | None = None  # a line for a tiny model that knows another task
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in callbacks_of(trainer.callbacks, RolloutCallback):
-            self.watch.rounding = callback.rounding or self.watch.rounding
+            measured_with = [type(callback.engine).__name__, str(module.policy.dtype), str(trainer.precision)]
+            same = self.measured_with in (None, measured_with)
+            self.watch.rounding = callback.rounding or (self.watch.rounding if same else None)
+            self.measured_with = measured_with
             self.watch.bound = callback.plan.bound
             self.foreign = untaught(module.policy, callback.rollouts.task)
 
@@ -80,11 +84,14 @@ class Health(L.Callback):
         return sorted(self.watch.silent - self.ignored)
 
     def state_dict(self) -> dict:
-        return asdict(self.watch) | {"silent": sorted(self.watch.silent), "unwell": dict(self.watch.unwell)}
+        own = {"silent": self.warned(), "unwell": dict(self.watch.unwell), "measured_with": self.measured_with}
+        return asdict(self.watch) | own
 
     def load_state_dict(self, state: dict) -> None:
+        self.measured_with = state.get("measured_with")
         silent, unwell = {*state["silent"]} | self.ignored, Counter(state.get("unwell", {}))
-        self.watch = Watch(**state | {"silent": silent, "unwell": unwell})
+        watch = {name: value for name, value in state.items() if name != "measured_with"}
+        self.watch = Watch(**watch | {"silent": silent, "unwell": unwell})
 
 
 def untaught(policy: Module, task: Task | None) -> str | None:

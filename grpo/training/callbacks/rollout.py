@@ -129,10 +129,10 @@ class RolloutCallback(L.Callback):
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers
-        state = (self.before or everything(self.objects)) | ahead
+        state = (self.before or everything(self.objects)) | ahead | {"seed": self.rollouts.seed}
         return {"rollouts": self.learned, **state, "objects": state["objects"] | self.learning}
 
     def load_state_dict(self, state: dict) -> None:
         self.learned = self.batches.start = state["rollouts"]
-        set_everything(self.objects, state)
+        set_everything(self.objects, state, same_seed=state.get("seed", self.rollouts.seed) == self.rollouts.seed)
         load_ahead(self.ahead, state, self.learned)
