@@ -13,6 +13,7 @@ from grpo.data.samplers import Weighted
 from grpo.rollout.own_pieces import check_own, tried_sampler, tried_selection
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
+from grpo.system.progress import set_progress
 
 ROWS = [{"question": str(i), "source": "sums" if i % 2 else "words"} for i in range(8)]
 
@@ -91,6 +92,7 @@ def test_a_sampler_that_cannot_work_is_one_line(make, words):
 
 def test_a_sampler_of_ones_own_begins_as_it_was_made():
     assert tried_sampler(Sound, ROWS, 4, 0).seen == 0
+    set_progress(0, 10)
     sampler = tried_sampler(weighted(faded), ROWS, 4, 0)
     assert {example["source"] for example in sampler.draw(0, 4)} == {"words"}  # at the start of the run the share is 0
 

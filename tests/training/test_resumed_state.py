@@ -1,4 +1,4 @@
-"""What a checkpoint gives to a run with other settings: what was learned or counted, and never a setting."""
+"""A checkpoint gives what was learned or counted to a run with other settings, and never a setting."""
 
 from functools import partial
 from types import SimpleNamespace
