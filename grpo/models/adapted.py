@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,14 @@ def check_adapted(policy: nn.Module) -> None:
     The routers of Llama 4 and Phi-3.5 MoE return more: PEFT adapts them, and then fails when the model runs.
     """
     adapters = {name: m for name, m in policy.named_modules() if hasattr(m, "lora_A")}
+    kinds = {name: getattr(m, "parameter_name", "weight") for name, m in adapters.items()}  # experts have no layers
+    uses = Counter(id(p) for m in policy.modules() for p in m._parameters.values() if p is not None)
+    if shared := [n for n, m in adapters.items() if uses[id(getattr(m.get_base_layer(), kinds[n], None))] > 1]:
+        line = f"adapter: {len(shared)} layers share weights with others, as {shared[0]} does"
+        leaves = ",".join(sorted({name.rpartition(".")[2] for name in shared}))
+        raise UserError(
+            f"{line}: merged weights would have the adapters of all of them; set +adapter.exclude_modules=[{leaves}]"
+        )
     for name, layer in ((name, m.get_base_layer()) for name, m in adapters.items()):
         if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
             continue
@@ -43,7 +52,6 @@ def check_adapted(policy: nn.Module) -> None:
     if any(isinstance(p, FakeTensor) for p in policy.parameters()):
         return  # the forecast builds the policy once more
     base = {name: p for name, p in policy.named_parameters() if "lora_" not in name}
-    kinds = {name: getattr(m, "parameter_name", "weight") for name, m in adapters.items()}  # experts have no layers
     covered = sum(getattr(m.get_base_layer(), kinds[name]).numel() for name, m in adapters.items())
     left = [name for name, p in base.items() if p.ndim == 3 and ".experts." in name and "base_layer" not in name]
     share, but = 100 * covered / sum(p.numel() for p in base.values()), " (not its experts)" if left else ""

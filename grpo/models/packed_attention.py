@@ -22,7 +22,20 @@ from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
 
 NAME = "grpo"
-UNPLANNED = ("softcap", "s_aux", "position_bias")  # arguments of some models that a plan does not support
+# the arguments that a plan follows; the values of others with which they change nothing; and what some others mean
+FOLLOWED = {"plan", "scaling", "sliding_window", "position_ids", "use_cache"}
+NOTHING = {"dropout": 0.0, "is_causal": True} | dict.fromkeys(("output_attentions", "output_router_logits"), False)
+MEANING = {
+    "softcap": "caps its scores",
+    "s_aux": "has sinks",
+    "position_bias": "has a bias by position",
+    "block_indices": "picks the blocks of tokens that it sees",
+    "indices": "picks the tokens that it sees",
+}
+
+
+class Unplanned(ValueError):
+    """A model needs more of attention than a plan has; one sentence says what."""
 
 
 class AttentionPlan(Protocol):
@@ -36,10 +49,14 @@ class AttentionPlan(Protocol):
 
 
 def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-    """An attention function for transformers, with the shapes of `attend`. Raises ValueError for what a plan does not support."""
-    unknown = [name for name in UNPLANNED if kwargs.get(name) is not None]
-    if unknown or kwargs.get("plan") is None:
-        raise ValueError(f"attention by plan: {', '.join(unknown) or 'no plan came through the model'}")
+    """An attention function for transformers, with the shapes of `attend`. Raises `Unplanned`."""
+    for name, given in kwargs.items():
+        if given is not None and name not in FOLLOWED and not (name in NOTHING and given == NOTHING[name]):
+            raise Unplanned(
+                f"its attention {MEANING.get(name, f'takes {name}, which attention by plan does not know')}"
+            )
+    if kwargs.get("plan") is None:
+        raise Unplanned("no plan came through the model: its layers have attention of their own")
     window = kwargs.get("sliding_window")
     return kwargs["plan"].attend(module.layer_idx, query, key, value, kwargs.get("scaling"), window), None
 

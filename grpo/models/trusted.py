@@ -4,16 +4,21 @@ A few tokens are fewer than an attention window. Therefore the masks that the mo
 at the end of its context are compared with the windows that its layers pass to an attention plan.
 """
 
+import logging
+import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from grpo.models.packed_attention import attending
+from grpo.models.packed_attention import Unplanned, attending
 from grpo.system.errors import StopError
 
+log = logging.getLogger(__name__)
+
 PROBE = "grpo_probe"
+STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|ShortConv|Recurrent|Rwkv|Lightning|Conv1d")  # names of layers
 FAR = 2**20  # a context that is long enough
 
 
@@ -24,11 +29,16 @@ def objection(model: nn.Module, tried: Callable[[], str], by_plan: bool = True) 
     tried: computes a few tokens in that way, and returns their error as text, or "". by_plan: that way uses an attention plan.
     """
     try:
-        return (by_plan and MaskProbe(model).wrong) or tried()
+        why = (by_plan and MaskProbe(model).wrong) or tried()
     except (torch.OutOfMemoryError, StopError):
         raise
+    except Unplanned as error:
+        return str(error)
     except Exception as error:  # a model's code may raise anything
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        log.debug("%s: %s", type(error).__name__, error)
+        return "its attention has code of its own" if by_plan else "its code fails on rows of several lengths"
+    stateful = why and any(STATE.search(type(module).__name__) for module in model.modules())
+    return f"its layers carry a state from token to token: {why}" if stateful else why
 
 
 class MaskProbe:
@@ -38,7 +48,9 @@ class MaskProbe:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", FAR)
+        config = model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", FAR)
+        self.chunk = getattr(config, "attention_chunk_size", None)
         self.context, self.wrong = min(context, FAR), ""
         with attending(model, PROBE):
             model(input_ids=torch.tensor([[3, 4, 5]], device=model.device), use_cache=False, plan=self)
@@ -53,11 +65,14 @@ class MaskProbe:
         sees = keys <= query if mask is None else mask(zero, zero, query, keys)
         in_window = (keys <= query) & (query - keys < (window or self.context))
         if not torch.equal(sees.expand_as(in_window), in_window):
-            self.wrong = self.wrong or f"layer {layer} has a mask other than its window"
+            chunk = f"sees chunks of {self.chunk} tokens" if self.chunk else "has a mask other than its window"
+            self.wrong = self.wrong or f"layer {layer} {chunk}"
 
 
 def by_probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
     """An attention function that only calls `compare`, and returns each token's own value."""
+    if kwargs.get("plan") is None:
+        raise Unplanned("no plan came through the model: its layers have attention of their own")
     kwargs["plan"].compare(module.layer_idx, attention_mask, kwargs.get("sliding_window"), query.device)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 

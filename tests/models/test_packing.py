@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from grpo.models import head
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
-from grpo.models.packed_attention import Packed, attending
+from grpo.models.packed_attention import Packed, attending, by_plan
 from grpo.models.packing import microbatches, trusted
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
@@ -106,7 +106,7 @@ def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
     """Gemma 2 caps its attention; one model's layers do not report their windows; one model ignores the plan."""
     caplog.set_level(logging.WARNING)
     assert trusted(model_of("gemma2"), "shared_prompt") == ("padded", "sdpa")
-    assert "Gemma2ForCausalLM (ValueError: attention by plan: softcap): layout=padded" in caplog.text
+    assert "Gemma2ForCausalLM (its attention caps its scores): layout=padded" in caplog.text
     silent = model_of("gemma3")
     for layer in silent.model.layers:
         layer.self_attn.sliding_window = None
@@ -116,9 +116,29 @@ def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
     torch.manual_seed(0)
     assert trusted(transformers.MambaForCausalLM(config).eval(), "packed") == ("padded", "sdpa")
     said = [record for record in caplog.records if record.name == "grpo.models.packing"]
-    assert len(said) == 3
+    assert len(said) == 3 and "(its layers carry a state from token to token: " in said[2].getMessage()
     caplog.clear()
     assert trusted(silent, "padded") == ("padded", "sdpa") and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"block_indices": tensor([0])}, "picks the blocks of tokens"),
+        ({"s_aux": tensor([0.0])}, "has sinks"),
+        ({"is_causal": False}, "takes is_causal"),
+        ({"dropout": 0.1}, "takes dropout"),
+        ({"anything": 0}, "takes anything"),
+    ],
+)
+def test_an_argument_that_a_plan_does_not_follow_is_refused(given, why):
+    """Whatever it is called; those without a value, and those that change nothing, are not."""
+    plan, x, layer = Packed([[1, 2]], [[]], torch.device("cpu")), torch.randn(1, 2, 2, 8), torch.nn.Module()
+    layer.layer_idx = 0
+    usual = {"plan": plan, "scaling": 0.3, "sliding_window": None, "dropout": 0.0, "is_causal": True, "indices": None}
+    assert by_plan(layer, x, x, x, None, **usual)[0].shape == (1, 2, 2, 8)
+    with pytest.raises(ValueError, match=f"its attention {why}"):
+        by_plan(layer, x, x, x, None, **(usual | given))
 
 
 def test_what_a_run_computes_in_is_no_reason_to_distrust():

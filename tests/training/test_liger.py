@@ -8,9 +8,9 @@ import torch
 import transformers
 from helpers.models import SHAPE, model_of
 
-from grpo.models import liger
-from grpo.models.liger import is_installed, patched, takes_liger
 from grpo.system.errors import UserError
+from grpo.training import liger
+from grpo.training.liger import is_installed, patched, takes_liger
 
 
 @pytest.mark.parametrize(
