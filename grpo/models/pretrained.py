@@ -33,7 +33,7 @@ class Pretrained:
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in float16 the
     loss has a scale (training/loss_scale.py). quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
     file with another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
-    grpo/training/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
+    grpo/training/callbacks/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
     """
 
     path: str

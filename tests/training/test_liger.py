@@ -9,8 +9,8 @@ import transformers
 from helpers.models import SHAPE, model_of
 
 from grpo.system.errors import UserError
-from grpo.training import liger
-from grpo.training.liger import is_installed, patched, takes_liger
+from grpo.training.callbacks import liger
+from grpo.training.callbacks.liger import is_installed, patched, takes_liger
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from grpo.models import token_scores
 from grpo.models.pretrained import Kernels
-from grpo.training.liger import is_installed, takes_liger, use_liger
+from grpo.training.callbacks.liger import is_installed, takes_liger, use_liger
 
 log = logging.getLogger(__name__)
 
