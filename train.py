@@ -42,10 +42,14 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     quiet()  # again, because importing lightning sets its log levels
     check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
     L.seed_everything(config.seed, verbose=False)
-    plan, algorithm, evaluator, optim = map(instantiate, (config.rollout, config.algo, config.eval, config.optim))
+    plan = instantiate(config.rollout)
+    algorithm = instantiate(config.algo)
+    evaluator = instantiate(config.eval)
+    optim = instantiate(config.optim)
     check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit = instantiate(config.prompt_limit)
-    task, source = map(instantiate, (config.task, config.source))
+    task = instantiate(config.task)
+    source = instantiate(config.source)
     task, splits = with_rows(task, evaluator, config, trains=source is None)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
@@ -61,8 +65,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     sampler = source or tried_sampler(instantiate(config.sampler), examples["train"], plan.prompts, data_seed)
     engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
     loggers = [*instantiate(config.logger).values()]
-    play, selection = map(instantiate, (config.play, config.selection))
-    tried_selection(selection, plan, examples["train"], algorithm, data_seed)
+    play = instantiate(config.play)
+    selection = tried_selection(instantiate(config.selection), plan, examples["train"], algorithm, data_seed)
     slots = plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection
     rollout = RolloutCallback(Rollouts(*slots, recipe=recipe_of(config)), Stop(config.max_time))
     kernels = KernelsCallback(pretrained.kernels)

@@ -144,8 +144,8 @@ def callback_values(callbacks: Any) -> dict[str, Any]:
 def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments of the command line with these values, and the objects, which cannot be written there, by key."""
     words, objects = [], {}
-    check_moot(each := dict(by_key(values)))
-    for key, value in each.items():
+    check_moot(pairs := list(by_key(values)))
+    for key, value in pairs:
         if not is_plain(value):
             objects[key] = value
             if key in PLACEHOLDER:
@@ -171,13 +171,16 @@ def by_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from by_key({f"{key}.{inner}": below for inner, below in value.items()})
 
 
-def check_moot(values: Mapping[str, Any]) -> None:
-    """Raise UserError for a value below a key whose value is an object, which has its own."""
-    for key in (key for key, value in values.items() if not is_plain(value)):
-        acts = ACTS if values.get("tokenizer") else ACTS + READS
-        below = [name for name in values if name.replace("/", ".").startswith(f"{key}.") and name not in acts]
-        if below:
-            raise UserError(f"{below[0]} has no effect beside {key}=..., which is an object with its own: leave it out")
+def check_moot(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Raise UserError for a value below a key whose value is an object, which has its own. pairs: of `by_key`."""
+    acts = ACTS if dict(pairs).get("tokenizer") else ACTS + READS
+    names = [f"{name}.{inner}" for name, value in pairs for inner in (value if isinstance(value, Mapping) else [""])]
+    for key in (key for key, value in pairs if not is_plain(value)):
+        below = [
+            name.rstrip(".") for name in names if name.replace("/", ".").startswith(f"{key}.") and name != f"{key}."
+        ]
+        if moot := [name for name in below if name not in acts]:
+            raise UserError(f"{moot[0]} has no effect beside {key}=..., which is an object with its own: leave it out")
 
 
 def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfig:

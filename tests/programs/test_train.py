@@ -187,6 +187,7 @@ def test_the_policy_before_training_may_be_the_best(smoke, tmp_path, caplog, lat
         checkpoint.on_train_batch_end(
             trainer, module, {}, RolloutBatch(rollout, metrics={"eval/accuracy": accuracy}), 0
         )
+    checkpoint.on_train_end(trainer, module)
     assert (tmp_path / "best").resolve().name == f"policy_{best:05}"
     assert ("rollout 2: eval/accuracy is unknown" in caplog.text) == (best == 0)
     assert ("nothing was better than before training (max eval/accuracy, 100.0 %)" in caplog.text) == (best == 0)
