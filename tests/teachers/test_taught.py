@@ -170,7 +170,9 @@ def test_a_teacher_inside_of_the_policy_keeps_its_own_head(toy):
     """An adapter learns on the head, too; the teacher is the policy without it. Its distributions are those of the start."""
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
     torch.manual_seed(0)
-    policy = with_adapter(fresh(toy), adapter)
+    untied = fresh(toy)  # an adapter on a head that is the embedding, too, is refused
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+    policy = with_adapter(untied, adapter)
     disturb(policy, seed=1, size=0.1)
     expected = naive(policy, fresh(toy), "forward").mean()
     assert expected > 0.01
