@@ -122,9 +122,8 @@ class Optimization:
         for p in small:
             p.grad = torch.zeros_like(p)
         trial.step()
-        for p in learned_by(optimizer):
-            state, needed = optimizer.state.get(p), trial.state.get(small[p.ndim > 1], {})
-            if state and (missing := needed.keys() - state.keys()):
+        for state in filter(None, map(optimizer.state.get, learned_by(optimizer))):  # as of a matrix, or as of a vector
+            if missing := min((trial.state.get(p, {}).keys() - state.keys() for p in small), key=len):
                 fix = "resume with those of the run, or start from its policy by model=path model.path=RUN/checkpoints/last"
                 raise UserError(f"optim.optimizer: its settings need {min(missing)}, which the checkpoint lacks: {fix}")
         schedule = self.built(optimizer, num_updates)
