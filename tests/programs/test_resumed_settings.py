@@ -72,7 +72,7 @@ def test_a_tenth_of_the_learning_rate_makes_a_tenth_of_the_step(resumed, before)
 
 
 def test_a_step_of_adamw_by_hand(resumed):
-    """Two thirds of the linear rate over three rollouts are left. With beta1 = 0 the first moment is the gradient g, which has the new
+    """Two thirds of the rate over three rollouts are left. With beta1 = 0 the first moment is the gradient g, which has the new
     norm; the second one is 0.9 v + 0.1 g^2 with the v of the checkpoint, of which two steps have a share of 1 - 0.9^2."""
     changed = "optim.optimizer.lr=1e-4 optim.optimizer.weight_decay=0.5 optim.optimizer.betas=[0.0,0.9]"
     more = "optim.groups={*norm*:{lr:3e-4}} optim.max_grad_norm=0.01 rollout.num_rollouts=3"
