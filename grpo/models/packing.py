@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grpo.models.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.probe_lengths import LONGEST, beyond_sizes, probe_sizes
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
@@ -20,6 +21,8 @@ from grpo.system.distributed import computes_in, is_sharded, one_pass
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
+
+FEW = (9, 5)  # tokens of the prompts on which layouts are compared
 
 
 def in_microbatches(
@@ -99,6 +102,9 @@ def trusted(
     This finds models that need more of attention than a plan supports, and models with a recurrent state. compare: describes the
     disagreement; None: of log-probabilities.
     """
+    if far := [f"{size:,}" for size in probe_sizes(model) if size > LONGEST]:
+        line = "%s: layers may change after %s tokens; layouts are compared on shorter rows"
+        log.info(line, type(model).__name__, " and ".join(far))
     if layout != "padded":
         on_gpu, compare = next(model.parameters()).is_cuda, compare or disagreement
         if on_gpu and not (of_flex := flex_objection(model, layout, compare)):
@@ -159,21 +165,29 @@ def embedding_gradient(model: nn.Module, layout: Layout, kernel: str) -> Tensor:
 
 
 def padding_error(model: nn.Module) -> str:
-    """Describe the error of a few tokens' log-probabilities in the padded layout, against the same rows alone."""
-    batch = few_tokens(model)
-    with torch.autocast(batch.ids.device.type, enabled=False):
-        padded, _ = one_pass(model, completion_logprobs, batch, 1.0)
-        alone = [one_pass(model, completion_logprobs, row_alone(batch, r), 1.0)[0][0] for r in range(len(batch))]
-    return error_in(model, padded[batch.mask], torch.cat(alone), bound=0.01)  # of a recurrent state: 0.1
+    """Describe the error of a few rows' log-probabilities in the padded layout, against the same rows alone."""
+
+    def error(lengths: tuple[int, int], bound: float) -> str:
+        batch = few_tokens(model, lengths)
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            padded, _ = one_pass(model, completion_logprobs, batch, 1.0)
+            alone = [one_pass(model, completion_logprobs, row_alone(batch, r), 1.0)[0][0] for r in range(len(batch))]
+        return error_in(model, padded[batch.mask], torch.cat(alone), bound)
+
+    return beyond_sizes(model, error, FEW, bound=0.01)  # of a recurrent state: 0.1
 
 
 def disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
-    """Describe the error of a few tokens' log-probabilities, in the precision of the parameters."""
-    batch = few_tokens(model)
-    with torch.autocast(batch.ids.device.type, enabled=False):
-        exact, _ = one_pass(model, completion_logprobs, batch, 1.0)
-        got, _ = one_pass(model, completion_logprobs, batch, 1.0, False, layout, kernel)
-    return error_in(model, got[batch.mask], exact[batch.mask])
+    """Describe the error of a few rows' log-probabilities, in the precision of the parameters."""
+
+    def error(lengths: tuple[int, int], bound: float) -> str:
+        batch = few_tokens(model, lengths)
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            exact, _ = one_pass(model, completion_logprobs, batch, 1.0)
+            got, _ = one_pass(model, completion_logprobs, batch, 1.0, False, layout, kernel)
+        return error_in(model, got[batch.mask], exact[batch.mask], bound)
+
+    return beyond_sizes(model, error, FEW, bound=1e-4)
 
 
 def error_in(model: nn.Module, got: Tensor, exact: Tensor, bound: float = 1e-4) -> str:
@@ -194,15 +208,18 @@ def row_alone(batch: TokenBatch, row: int) -> TokenBatch:
     )
 
 
-def few_tokens(model: nn.Module) -> TokenBatch:
-    """Return random tokens, a batch of 5 rows: three of one prompt of 9 tokens, two of a prompt of 5; 1 to 7 tokens follow."""
-    generator = torch.Generator().manual_seed(0)
+def few_tokens(model: nn.Module, lengths: tuple[int, int] = FEW) -> TokenBatch:
+    """Return random tokens, a batch of 5 rows: three of one prompt of 9 tokens, two of a prompt of 5; 1 to 7 tokens follow.
+
+    lengths: of other prompts, the longer one first, with one row each.
+    """
+    generator, longest = torch.Generator().manual_seed(0), lengths[0]
     vocabulary = model.config.get_text_config().vocab_size
-    prompts = torch.randint(vocabulary, (2, 9), generator=generator)
-    owner, widths = [0, 0, 0, 1, 1], (3, 7, 5, 6, 1)
-    ids = torch.cat([prompts[owner], torch.randint(vocabulary, (5, 7), generator=generator)], dim=1)
+    prompts = torch.randint(vocabulary, (2, longest), generator=generator)
+    owner, widths = ([0, 0, 0, 1, 1], [3, 7, 5, 6, 1]) if lengths == FEW else ([0, 1], [7, 5])
+    ids = torch.cat([prompts[owner], torch.randint(vocabulary, (len(owner), 7), generator=generator)], dim=1)
     real = torch.ones_like(ids)
-    real[3:, :4] = 0  # the second prompt is shorter
-    real[:, 9:] = torch.arange(7) < torch.tensor(widths)[:, None]
-    batch = TokenBatch(ids, real, real[:, 9:].bool(), torch.zeros(5, 7), torch.arange(5))
+    real[torch.tensor(owner) == 1, : longest - lengths[1]] = 0  # the second prompt is shorter
+    real[:, longest:] = torch.arange(7) < torch.tensor(widths)[:, None]
+    batch = TokenBatch(ids, real, real[:, longest:].bool(), torch.zeros(len(owner), 7), torch.arange(len(owner)))
     return batch.to(next(model.parameters()).device)

@@ -124,6 +124,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {  # name: configuration, what diff
     "GLM 4.7 Flash": ("Glm4MoeLiteConfig", MLA | ROUTED),
     "MiniMax": ("MiniMaxConfig", LOCAL | {"layer_types": ["linear_attention", "full_attention"], "block_size": 8}),
     "MiniMax M2": ("MiniMaxM2Config", LOCAL),
+    "MiniMax M3, text": (
+        "MiniMaxM3VLTextConfig",
+        LOCAL | {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3, "rotary_dim": 8,
+                 "dense_intermediate_size": 64, "shared_intermediate_size": 32, "intermediate_size": 32, "index_n_heads": 2,
+                 "index_head_dim": 16, "index_block_size": 16, "index_topk_blocks": 3},
+    ),
     "Llama 4, text": (
         "Llama4TextConfig",
         LOCAL | {"intermediate_size_mlp": 96, "num_experts_per_tok": 1, "attention_chunk_size": 64,

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import count, islice
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from grpo.engines.only_vllm import refuse_only_vllm
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import context_of
+from grpo.models.probe_lengths import beyond_sizes
 from grpo.models.token_scores import divided
 from grpo.models.trusted import objection
 from grpo.system.errors import UserError
@@ -149,13 +151,18 @@ def error_of(cache: Cache, model: nn.Module) -> str:
         and model.dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"
     )
+    return beyond_sizes(model, partial(error_at, cache, model), (7, 3), EXACT if exact else LOOSE)
+
+
+def error_at(cache: Cache, model: nn.Module, lengths: tuple[int, int], bound: float) -> str:
+    """Return "", or the error with prompts of these lengths if it is above the bound."""
     size, device = model.get_input_embeddings().num_embeddings, model.device
-    token = iter([(7919 * i + 11) % size for i in range(1, 40)])
-    long, short = (tuple(next(token) for _ in range(n)) for n in (7, 3))
+    token = ((7919 * i + 11) % size for i in count(1))
+    long, short = (tuple(islice(token, n)) for n in lengths)
     texts = [[*prompt, next(token), next(token)] for prompt in (long, long, short)]
     plain = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0, -3:] for text in texts]
 
-    kept = cache(model, [long, long, short], 4, 1000)
+    kept = cache(model, [long, long, short], 4, 1000 + 4 * max(lengths))
     rows, logits = kept.admit(deque(range(3)))
     errors = [distance(logits, torch.stack([plain[i][0] for i in rows]))]
     for t in (1, 2):
@@ -164,7 +171,7 @@ def error_of(cache: Cache, model: nn.Module) -> str:
         if t == 1:
             rows = [rows[b] for b in kept.drop([0])]
     error = torch.tensor(errors).max().item()  # NaN, if there is one
-    return "" if error <= (EXACT if exact else LOOSE) else f"log-probabilities are {error:.2g} off"
+    return "" if error <= bound else f"log-probabilities are {error:.2g} off"
 
 
 def distance(logits: Tensor, plain: Tensor) -> float:
