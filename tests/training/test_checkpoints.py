@@ -69,10 +69,10 @@ def test_best_is_what_the_disk_took(tmp_path, toy, toy_model):
 
 
 class Full(L.Callback):
-    """From the end of a rollout on, the disk takes no file as large as a policy."""
+    """From the second rollout on, the disk takes no file as large as a policy."""
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        if batch.rollout == 0:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch.rollout == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
