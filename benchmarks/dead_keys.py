@@ -1,4 +1,4 @@
-"""Whether each key of the configuration does what it says: replace one value after composition, run, and look for what changed.
+"""Replace one value of the configuration at a time, run, and look for what changed: does each key do what it says?
 
     python benchmarks/dead_keys.py [WORD ...]
 

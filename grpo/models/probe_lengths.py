@@ -22,9 +22,10 @@ FAINT = 0.01  # bound for long rows in float32: near ties of routers and indices
 def beyond_sizes(
     model: nn.Module, error: Callable[[tuple[int, int], float], str], few: tuple[int, int], bound: float
 ) -> str:
-    """Return error(few, bound), a text or ""; if "", what it says of two prompts that are longer than the sizes of the model.
+    """Return what `error` finds on two short prompts; if that is nothing, what it finds on two that are longer than the sizes of
+    the model.
 
-    error: compares two ways to compute two prompts of these lengths; "" if they agree to the bound. few: small lengths.
+    error: compares two ways to compute prompts of two lengths, to a bound; "" if they agree. few: the lengths of short prompts.
     """
     tried = [size for size in probe_sizes(model) if size <= LONGEST]
     if (why := error(few, bound)) or not tried:
@@ -47,6 +48,7 @@ def probe_sizes(model: nn.Module) -> list[int]:
 
 
 def longest_row(model: nn.Module) -> int:
+    """Return the tokens of the longest row that is compared: the context, or FAR if it is unknown or longer."""
     return min(pretrained.context_of(model.config) or FAR, FAR)
 
 

@@ -95,7 +95,7 @@ def token_divergences(groups: Sequence[Group], size: int, tokens: "TokenBatch") 
 
 def replayable(groups: Iterable[Group], version: int) -> dict[str, list]:
     """Return columns for `records` that `source=file` reads: rows with their prompts, and the advantages that were given.
-    version: see `versions_of`."""
+    version: see `versions_of_turns`."""
     rows = [[plain_rows(sample, version) for sample in group] for group in groups]
     advantages = [[sample.reward.advantage for sample in group] for group in groups]
     return {"rows": rows, "given_advantage": advantages}
@@ -103,10 +103,9 @@ def replayable(groups: Iterable[Group], version: int) -> dict[str, list]:
 
 def plain_rows(sample: Sample, version: int) -> list[dict[str, list]]:
     """Return the rows of a sample in the form of rollout/source/conversion.py."""
-    from grpo.rollout.staleness import versions_of  # imports torch
+    from grpo.rollout.staleness import versions_of_turns  # imports torch
 
-    sampled = iter(versions_of([sample], version))
-    versions = [[next(sampled) for _ in turn.completion.ids] for turn in sample.turns]
+    versions = versions_of_turns(sample, version)
     return [plain_row(row, sample, versions) for row in rows_of_turns(sample.turns)]
 
 

@@ -6,14 +6,19 @@ from dataclasses import replace
 import torch
 
 from grpo.objectives.batch import TokenBatch
-from grpo.rollout.types import Group
+from grpo.rollout.types import Group, Sample
 
 
 def versions_of(group: Group, version: int) -> list[int]:
-    """Return the version that sampled each token of a group, sample by sample, turn by turn. version: the engine's when the
-    rollout began, for engines that report none; a replayed sample is older by its age."""
-    turns = [(max(0, version - sample.age), turn.completion) for sample in group for turn in sample.turns]
-    return [v for begun, done in turns for v in done.versions or (begun,) * len(done.ids)]
+    """Return the version that sampled each token of a group, sample by sample, turn by turn; see `versions_of_turns`."""
+    return [v for sample in group for turn in versions_of_turns(sample, version) for v in turn]
+
+
+def versions_of_turns(sample: Sample, version: int) -> list[Sequence[int]]:
+    """Return the version that sampled each token of each turn. version: the engine's when the rollout began, for engines that
+    report none; a replayed sample is older by its age."""
+    begun = max(0, version - sample.age)
+    return [turn.completion.versions or (begun,) * len(turn.completion.ids) for turn in sample.turns]
 
 
 def with_staleness(tokens: TokenBatch, groups: Sequence[Group], version: int, update: int) -> TokenBatch:

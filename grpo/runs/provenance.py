@@ -1,11 +1,9 @@
 """The origin of a run besides its configuration: the user's files, uncommitted changes of the code, and installed packages."""
 
 import logging
-import os
 import re
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable
 from functools import cache
 from hashlib import sha256
@@ -14,15 +12,11 @@ from pathlib import Path
 
 from grpo.system.files import surviving, write_text
 from grpo.system.output.secrets import hidden
-from grpo.system.root import PACKAGE, ROOT
+from grpo.system.output.users_code import is_users_file
+from grpo.system.root import ROOT
 
 log = logging.getLogger(__name__)
 
-# the patch has their changes
-OURS = [PACKAGE, *(ROOT / name for name in ("tasks", "hydra_plugins", "train.py", "eval.py"))]
-PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-# an environment may take the packages of another one
-PYTHON += [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
 FILE = re.compile(r"[^\s'\"\[{,=]+\.py(?=:\w)")  # of FILE.py:NAME
 GIT = 30.0  # seconds for one command of git
 LARGEST = 1_000_000  # bytes of a file that is copied
@@ -54,14 +48,12 @@ def packages() -> str:
 
 
 def user_files(arguments: Iterable[str]) -> set[Path]:
-    """Return the Python files in use that belong neither to this project, nor to Python, nor to an installed package."""
+    """Return the Python files in use that are the user's. The patch has the changes of this project's own."""
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     named = [name for argument in arguments for name in FILE.findall(argument)]
-    places = {place for path in [*OURS, *PYTHON] for place in (path, path.resolve())}
-    prefixes = tuple(str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in places)
     names = {name for name in [*loaded, *named] if name and name.endswith(".py")}
-    files = {Path(name).expanduser().resolve() for name in names if not name.startswith(prefixes)}
-    return {file for file in files if file.is_file() and not str(file).startswith(prefixes)}
+    files = {Path(name).expanduser().resolve() for name in names if is_users_file(name)}
+    return {file for file in files if file.is_file() and is_users_file(str(file))}
 
 
 def patch() -> str:

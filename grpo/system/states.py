@@ -12,8 +12,7 @@ log = logging.getLogger(__name__)
 
 def everything(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the generators and of these objects."""
-    kinds = {name: type(item).__qualname__ for name, item in objects.items()}
-    return {"random": random_states(), "objects": states_of(objects), "kinds": kinds}
+    return {"random": random_states(), "objects": states_of(objects), "kinds": kinds_of(objects)}
 
 
 def set_everything(objects: Mapping[str, Any], saved: Mapping[str, Any], same_seed: bool = True) -> None:
@@ -21,11 +20,17 @@ def set_everything(objects: Mapping[str, Any], saved: Mapping[str, Any], same_se
     class. Another one begins without a state, and a warning says so."""
     if same_seed:
         set_random_states(saved["random"])
-    now = {name: type(item).__qualname__ for name, item in objects.items()}
-    then = {name: saved.get("kinds", now).get(name) for name in saved.get("objects", {})}
-    for name in [name for name, kind in then.items() if saved["objects"][name] and kind != now.get(name, kind)]:
-        log.warning("the checkpoint has a state of %s %s: %s begins without one", name, then[name], now[name])
-    set_states(objects, {k: x for k, x in saved.get("objects", {}).items() if then[k] == now.get(k, then[k])})
+    now, states = kinds_of(objects), dict(saved.get("objects", {}))
+    then = now | saved.get("kinds", {})
+    for name in [name for name in now if then[name] != now[name]]:
+        if states.pop(name, None):
+            log.warning("the checkpoint has a state of %s %s: %s begins without one", name, then[name], now[name])
+    set_states(objects, states)
+
+
+def kinds_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of each object's class."""
+    return {name: type(item).__qualname__ for name, item in objects.items()}
 
 
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class RolloutBatch:
     progress: Progress = BEGIN
     groups: list[Group] = field(default_factory=list)
     discarded: list[Group] = field(default_factory=list)  # played, and not learned from
-    version: int = 0  # of the engine when the rollout began, see `versions_of`
+    version: int = 0  # of the engine when the rollout began, see `versions_of_turns`
     tokens: TokenBatch | None = None
     scores: Scores | None = None
     advantages: list[list[float]] = field(default_factory=list)

@@ -39,10 +39,13 @@ def muon(
         for several, half in zip((of_muon, rest), halves, strict=True):
             several += [{**group, "params": half}] if half else []
     kinds: dict[str, tuple[Callable[..., Optimizer], list, dict[str, Any]]] = {
-        "Muon": (Muon, of_muon, {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}),
-        "AdamW": (AdamW, rest, {"betas": tuple(betas), "fused": True}),
+        "Muon": (
+            Muon,
+            of_muon,
+            dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn),
+        ),
+        "AdamW": (AdamW, rest, dict(betas=tuple(betas), fused=True)),
     }
-    kinds["Muon"][2]["adjust_lr_fn"] = adjust_lr_fn
     common = {"lr": lr, "weight_decay": weight_decay}
     return MuonWithAdamW({name: kind(its, **common, **own) for name, (kind, its, own) in kinds.items() if its})
 

@@ -71,8 +71,7 @@ class Optimization:
         """Make `steps` steps of a run of num_updates on two small tensors, and on one for each group. Raises UserError."""
         part, hint = "optimizer", "it is built from the parameters as (name, tensor)"
         try:
-            shapes = {"weight": (1, 1), "bias": (1,)}
-            made = [(name, torch.zeros(s, requires_grad=True)) for name, s in shapes.items()]
+            made = made_up()
             groups = [
                 {"params": [(name, torch.zeros(1, 1, requires_grad=True))], **settings}
                 for name, settings in (self.groups or {}).items()
@@ -117,13 +116,12 @@ class Optimization:
     def continued(self, optimizer: Optimizer, num_updates: int, updates: int) -> LRScheduler:
         """Return the schedule of a run after so many updates, for an optimizer that `set_changed` has prepared. Raises UserError
         if its settings need a state that the checkpoint lacks, as that of amsgrad."""
-        small = [torch.zeros(shape, requires_grad=True) for shape in ((1,), (1, 1))]
-        trial = self.optimizer([(name, p) for name, p in zip(("bias", "weight"), small, strict=True)])
-        for p in small:
+        trial = self.optimizer(named := made_up())
+        for _, p in named:
             p.grad = torch.zeros_like(p)
         trial.step()
         for state in filter(None, map(optimizer.state.get, learned_by(optimizer))):  # as of a matrix, or as of a vector
-            if missing := min((trial.state.get(p, {}).keys() - state.keys() for p in small), key=len):
+            if missing := min((trial.state.get(p, {}).keys() - state.keys() for _, p in named), key=len):
                 fix = "resume with those of the run, or start from its policy by model=path model.path=RUN/checkpoints/last"
                 raise UserError(f"optim.optimizer: its settings need {min(missing)}, which the checkpoint lacks: {fix}")
         schedule = self.built(optimizer, num_updates)
@@ -139,6 +137,11 @@ class Optimization:
         if self.warmup_ratio is not None:
             warmup["num_warmup_steps"] = math.ceil(self.warmup_ratio * num_updates)
         return self.schedule(optimizer=optimizer, num_training_steps=num_updates, **warmup)
+
+
+def made_up() -> list[tuple[str, Tensor]]:
+    """Return two small parameters, on which optimizers are tried."""
+    return [("weight", torch.zeros(1, 1, requires_grad=True)), ("bias", torch.zeros(1, requires_grad=True))]
 
 
 def by_pattern(

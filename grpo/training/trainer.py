@@ -91,9 +91,7 @@ def make_trainer(
             logger=logger,
             plugins=[RunCheckpoints(), *plugins],
             max_epochs=1,  # endless: RolloutCallback stops the run
-            enable_checkpointing=any(
-                isinstance(each, Checkpoint) for each in callbacks
-            ),  # by rollouts; or none is made
+            enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),  # else Lightning adds its own
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,

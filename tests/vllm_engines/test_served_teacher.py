@@ -23,24 +23,31 @@ pytest.importorskip("vllm")
 ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
 
 
-def test_a_vllm_server_scores_as_its_model(tmp_path):
+@pytest.fixture
+def served(tmp_path):
+    """The folder of a model, and a vLLM server of it that answers."""
     folder = model_folder("llama", tmp_path / "model")
-    model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
     servers = Servers(folder, "disk", count=1, args=ARGS, logs=tmp_path)
     servers.start_all()
     try:
         servers_answer(servers)
-        teacher = Served(servers.urls, Pretrained(folder))
-        teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
-        teacher.attach(model)
-        assert teacher.limit == CONTEXT
-        logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
-        hot = Served(servers.urls, Pretrained(folder))
-        hot.check(Teaching(1.0), 0.7)
-        with pytest.raises(UserError, match=r"temperature=0\.7, but http:.* scores at 1: set the temperature to 1"):
-            hot.attach(model)
+        yield folder, servers
     finally:
         servers.close()
+
+
+def test_a_vllm_server_scores_as_its_model(served):
+    folder, servers = served
+    model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
+    teacher = Served(servers.urls, Pretrained(folder))
+    teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
+    teacher.attach(model)
+    assert teacher.limit == CONTEXT
+    logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
+    hot = Served(servers.urls, Pretrained(folder))
+    hot.check(Teaching(1.0), 0.7)
+    with pytest.raises(UserError, match=r"temperature=0\.7, but http:.* scores at 1: set the temperature to 1"):
+        hot.attach(model)
     for r, (prompt, ids) in enumerate(batch.sequences()):
         with torch.no_grad():
             exact = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -52,22 +59,16 @@ def test_a_vllm_server_scores_as_its_model(tmp_path):
         torch.testing.assert_close(coarse(theirs, kept, True), coarse(exact, kept, True), atol=1e-4, rtol=0)
 
 
-def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(tmp_path):
-    folder = model_folder("llama", tmp_path / "model")
+def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(served):
+    folder, servers = served
     model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
-    servers = Servers(folder, "disk", count=1, args=ARGS, logs=tmp_path)
+    teacher = Served(servers.urls, Pretrained(folder), wait=START)
+    teacher.check(Teaching(1.0), 1.0)
+    teacher.attach(model)
+    before = teacher.logprobs(batch, Passes(1.0))
+    servers.close()
     servers.start_all()
-    try:
-        servers_answer(servers)
-        teacher = Served(servers.urls, Pretrained(folder), wait=START)
-        teacher.check(Teaching(1.0), 1.0)
-        teacher.attach(model)
-        before = teacher.logprobs(batch, Passes(1.0))
-        servers.close()
-        servers.start_all()
-        torch.testing.assert_close(teacher.logprobs(batch, Passes(1.0)), before, atol=1e-5, rtol=0)
-    finally:
-        servers.close()
+    torch.testing.assert_close(teacher.logprobs(batch, Passes(1.0)), before, atol=1e-5, rtol=0)
 
 
 def servers_answer(servers: Servers) -> None:

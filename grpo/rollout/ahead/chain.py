@@ -51,9 +51,8 @@ class Chain:
         self.in_flight = not exact and bool(getattr(self.engine, "in_flight", False))
         self.exact, self.between = exact, not self.in_flight and self.plan.ahead == 1
         self.copies: dict[int, nn.Module] = {}  # by version
-        self.weights: dict[
-            int, dict[str, Tensor]
-        ] = {}  # by version: of a checkpoint, or with ahead=1 of the rollout in play
+        # by version: of a checkpoint, or with ahead=1 of the rollout in play
+        self.weights: dict[int, dict[str, Tensor]] = {}
         self.version = 0  # of the policy
         self.taken: Rollout | None = None  # handed over, and not learned from
         self.finished: dict[int, Rollout] = {}  # not handed over
@@ -176,8 +175,7 @@ class Chain:
     def _keep(self, version: int) -> None:
         """Copy the trained weights, which the engine has got, to the host, if they are whole on this device."""
         if self.policy is not None and not is_sharded(self.policy):
-            trained = trained_of(self.policy).items()
-            self.weights = {version: {name: p.detach().to("cpu", copy=True) for name, p in trained}}
+            self.weights = {version: on_host(self.policy)}
 
     def _older(self, finished: int) -> list[tuple[int, dict[str, Tensor]]]:
         """Return the weights, older than the policy's, of rollouts that follow the `finished` ones: (version, weights) each."""
@@ -287,6 +285,11 @@ def trained_of(policy: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
+def on_host(policy: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the trained parameters in the memory of the CPU, by name."""
+    return {name: p.detach().to("cpu", copy=True) for name, p in trained_of(policy).items()}
+
+
 @torch.no_grad()
 def copy_of(policy: nn.Module, weights: dict[str, Tensor] | None = None) -> nn.Module:
     """Return a copy of the policy, with other trained weights if they are given. The others are shared."""
@@ -299,8 +302,7 @@ def copy_of(policy: nn.Module, weights: dict[str, Tensor] | None = None) -> nn.M
 @contextmanager
 def holding(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """Let the policy have other trained weights within a `with` block."""
-    trained = trained_of(policy)
-    own = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+    trained, own = trained_of(policy), on_host(policy)
     with torch.no_grad():
         try:
             for name, p in trained.items():

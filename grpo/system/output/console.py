@@ -17,7 +17,7 @@ class Logged(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
-        if objects and not isinstance(objects[0], Control):  # which moves the cursor
+        if objects and log_files() and not isinstance(objects[0], Control):  # which moves the cursor
             Console(file=(plain := StringIO()), width=LOG).print(*objects, **options)
             if text := plain.getvalue().rstrip():
                 to_logs(text)
@@ -26,9 +26,13 @@ class Logged(Console):
 def to_logs(text: str) -> None:
     """Write a text to the log files of the root logger, and not to the terminal."""
     record = logging.LogRecord("grpo", logging.INFO, "", 0, text, (), None)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
+    for handler in log_files():
+        handler.handle(record)
+
+
+def log_files() -> list[logging.FileHandler]:
+    """Return the log files of the root logger."""
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
 
 
 def console(**options: Any) -> Console:

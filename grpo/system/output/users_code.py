@@ -1,6 +1,8 @@
 """Names code of the user's in errors: which function or class it is, and where it stands."""
 
 import inspect
+import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from grpo.system.errors import UserError, error_line
+from grpo.system.root import PACKAGE, ROOT
 
-HOUSE = Path(__file__).parents[3]
-LIBRARIES = ("site-packages", "dist-packages", str(Path(sysconfig.get_path("stdlib"))))
+OURS = [PACKAGE, *(ROOT / name for name in ("tasks", "hydra_plugins", "train.py", "eval.py"))]
+PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+# an environment may take the packages of another one
+PYTHON += [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+PLACES = {place for path in [*OURS, *PYTHON] for place in (path, path.resolve())}
+OTHERS = tuple(
+    str(place) if place.suffix == ".py" else f"{place}{os.sep}" for place in PLACES
+)  # what their files begin with
 
 
 def is_users_file(file: str | None) -> bool:
-    """Return whether a file of Python is neither the project's nor a library's."""
-    if not file or file.startswith("<") or any(part in file for part in LIBRARIES):
-        return False
-    inner = Path(file).resolve()
-    return not any(inner.is_relative_to(HOUSE / room) for room in ("grpo", "tasks", "hydra_plugins")) and (
-        inner not in (HOUSE / "train.py", HOUSE / "eval.py")
-    )
+    """Return whether a file belongs neither to this project, nor to Python, nor to an installed package. file: None or <...> for
+    code without one."""
+    return bool(file) and not file.startswith(("<", *OTHERS)) and not str(Path(file).resolve()).startswith(OTHERS)
 
 
 def inner_of(code: Any) -> Any:

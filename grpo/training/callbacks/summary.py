@@ -10,14 +10,7 @@ from grpo.evaluation.evaluator import Evaluation
 from grpo.system.metrics import TIMES, percent
 
 WAITS = {"rollouts ahead": "time/played", "engine idle": "time/engine_idle", "wait for weights": "time/weights"}
-NEEDED = (
-    *TIMES,
-    *WAITS.values(),
-    "rollout/tokens",
-    "memory/rollout",
-    "memory/update",
-    "time/eval",
-)  # metrics of a rollout
+NEEDED = (*TIMES, *WAITS.values(), "rollout/tokens", "memory/rollout", "memory/update")  # metrics of a rollout
 
 
 def clock(seconds: float) -> str:

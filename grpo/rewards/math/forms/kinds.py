@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from grpo.rewards.math.arithmetic import value
 from grpo.rewards.math.forms.logic import formula, same_formula
-from grpo.rewards.math.forms.structure import both_signs, items_of
+from grpo.rewards.math.forms.structure import TEXT, both_signs, items_of
 
 
 class Kind(NamedTuple):
@@ -25,7 +25,6 @@ class Kind(NamedTuple):
     what: Hashable
 
 
-_PIECE = re.compile(r"\\text ?\{([^{}]*)\}")
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 _MONTH = (
     r"(?P<m>jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
@@ -72,25 +71,8 @@ _CODE = re.compile(
 )
 _SCIENTIFIC = re.compile(r"[0-9.]+[eE][0-9]+")
 _SMALL_WORDS = {
-    "no",
-    "on",
-    "if",
-    "is",
-    "it",
-    "in",
-    "of",
-    "to",
-    "up",
-    "so",
-    "or",
-    "at",
-    "as",
-    "be",
-    "by",
-    "we",
-    "he",
-    "ok",
-}
+    "no", "on", "if", "is", "it", "in", "of", "to", "up", "so", "or", "at", "as", "be", "by", "we", "he", "ok",
+}  # fmt: skip
 _WORDS = re.compile(
     r"(?:[a-zA-Z][a-zA-Z'.-]+|[aAI])(?: (?:\(?[a-zA-Z0-9][a-zA-Z0-9'.,-]*\)?|&))+|[a-zA-Z]+(?:[-'][a-zA-Z]{2,})+"
 )
@@ -100,12 +82,12 @@ _LETTERS = re.compile(r"[a-zA-Z](?: ?(?:[,>-]|\\to)? ?[a-zA-Z])+")  # D, B, C, A
 
 def without_text(text: str) -> str:
     """Return a text without \\text: \\text{sp}^3 as sp^3."""
-    return _PIECE.sub(r"\1", text)
+    return TEXT.sub(r"\1", text)
 
 
 def bare(text: str) -> str:
     """Return a cleaned text without \\text, braces and quotes."""
-    return re.sub(r"\s+", " ", re.sub(r"(?<!\\)[{}]", "", _PIECE.sub(r"\1", text.replace("\\#", "#")))).strip(" .\"'")
+    return re.sub(r"\s+", " ", re.sub(r"(?<!\\)[{}]", "", TEXT.sub(r"\1", text.replace("\\#", "#")))).strip(" .\"'")
 
 
 def several_words(text: str) -> bool:
@@ -170,7 +152,7 @@ def same_kind(ours: str, kind: Kind | None, gold: str, gold_kind: Kind | None) -
             return True
         if _LETTERS.fullmatch(bare(ours)) and len(what) > 2:
             return _folded("".join(re.findall("[a-zA-Z]", re.sub(r"\\to", "", bare(ours))))) == what
-        return None if what.isalpha() and _MATHEMATICS.search(ours) and not _PIECE.search(gold) else False
+        return None if what.isalpha() and _MATHEMATICS.search(ours) and not TEXT.search(gold) else False
     return False
 
 
@@ -245,7 +227,7 @@ def _folded(word: str) -> str:
 def _code(text: str) -> str | None:
     if re.search(r"(?<![a-zA-Z])[a-z] ?_", without_text(text)):  # x_1x_2 is a product
         return None
-    code = re.sub(r"^\^?\s*\{\s*\}|[\s_]", "", _PIECE.sub(r"\1", _CHARGE.sub(r"^\1\2", text)))
+    code = re.sub(r"^\^?\s*\{\s*\}|[\s_]", "", TEXT.sub(r"\1", _CHARGE.sub(r"^\1\2", text)))
     code = re.sub(r"\\(?=#)|(?<!\\)[{}]", "", code).strip(".\"'")
     if _CODE.fullmatch(code) is None and code.lower() not in _SMALL_WORDS:
         return None

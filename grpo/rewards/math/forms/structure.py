@@ -19,7 +19,7 @@ _SEPARATOR = re.compile(
 )
 _RELATION = re.compile(r"[<>:]|\\(?:[lgn]e|in|subset|subseteq|mid|equiv|pmod)(?![a-zA-Z])")
 _MATRIX = re.compile(r"\\begin ?\{([pbBV]?matrix|cases)\}(.*)\\end ?\{\1\}")
-_WHOLE_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
+TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 _VECTOR = re.compile(r"\(([^()]*)\) ?= ?(\(.*\))")
 _POINT = re.compile(r"([A-Z]) ?=? ?(\(.*,.*\))")
 _NAMED = re.compile(r"[a-zA-Z](?:_\w+)? ?=")
@@ -69,7 +69,7 @@ def _wrapped(text: str) -> bool:
 
 def parts_of(text: str) -> Parts | None:
     """Return the parts of a cleaned answer; None if it is one answer."""
-    if whole := _WHOLE_TEXT.fullmatch(text):
+    if whole := TEXT.fullmatch(text):
         text = whole[1].strip()
     if text[:1] == "{" and _wrapped(text):
         text = text[1:-1].strip()
