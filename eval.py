@@ -29,7 +29,7 @@ def compared(config: DictConfig) -> float:
     """Compare runs, write metrics.json, and return the first difference. Loads no model."""
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
-    from grpo.runs.comparison import arms_of, compare
+    from grpo.extras.report.comparison import arms_of, compare
     from grpo.system.output.console import console
 
     comparison = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
@@ -145,7 +145,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
 def also(export: str | None, folder: Path) -> None:
     """Write a finished evaluation in another program's form, and print the file's name. export: None or inspect."""
     if export:
-        from grpo.runs.inspect_log import write_inspect_log
+        from grpo.extras.report.inspect_log import write_inspect_log
 
         print(f"written for Inspect: {write_inspect_log(folder)}")
 

@@ -22,22 +22,22 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     from grpo.apps.engines import engine_of
     from grpo.apps.rows import with_rows
+    from grpo.extras.devices.strategy import shards
+    from grpo.extras.kernels.callback import KernelsCallback
+    from grpo.extras.preflight.callback import PreflightCallback
+    from grpo.extras.preflight.forecast import Sizes, forecast
+    from grpo.extras.preflight.own_pieces import check_own, tried_sampler, tried_selection
     from grpo.models.policy import with_adapter
     from grpo.objectives.checks import check_algorithm
-    from grpo.preflight.callback import PreflightCallback
-    from grpo.preflight.forecast import Sizes, forecast
-    from grpo.rollout.own_pieces import check_own, tried_sampler, tried_selection
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stopping.stop import Stop
     from grpo.training.callbacks.ending import Ending
     from grpo.training.callbacks.evaluation import EvaluationCallback
-    from grpo.training.callbacks.kernels import KernelsCallback
     from grpo.training.callbacks.recorder import Recorder
     from grpo.training.callbacks.rollout import RolloutCallback
     from grpo.training.callbacks.timing import Timing
     from grpo.training.callbacks.token_counts import Tokens
-    from grpo.training.strategy import shards
 
     quiet()  # again, because importing lightning sets its log levels
     check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file

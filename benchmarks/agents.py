@@ -70,7 +70,7 @@ def main() -> None:
     from tasks.agent import Agent
     from tasks.calculator import Calculator, calculator
 
-    trained = Pretrained(str(ROOT / "grpo/apps/demo_models/calculator"))
+    trained = Pretrained(str(ROOT / "grpo/extras/demo/demo_models/calculator"))
     engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
     engine.load_weights(trained.model(), 0)
     inside = Calculator(test_size=PROMPTS)

@@ -60,7 +60,7 @@ def trained(folder: Path, arm: str, seed: int) -> None:
 
 def table(folder: Path, arms: list[str], seeds: list[int]) -> str:
     """Return a Markdown table of the finished runs, the best arm first. Differences are from plain GRPO, in percent."""
-    from grpo.runs.comparison import compared
+    from grpo.extras.report.comparison import compared
     from grpo.runs.runs import Run
 
     runs = {arm: [Run(place(folder, arm, seed)) for seed in seeds] for arm in arms}

@@ -30,7 +30,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo.apps.demo_model import SHIPPED
+from grpo.extras.demo.demo_model import SHIPPED
 from grpo.training.checkpoints import PlainCheckpoints
 
 ROOT = Path(__file__).parents[1]

@@ -32,8 +32,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.apps.cli import quiet
-from grpo.apps.demo_model import make_tokenizer
 from grpo.config.composing import composed, options
+from grpo.extras.demo.demo_model import make_tokenizer
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 from tasks.wordmath import Wordmath

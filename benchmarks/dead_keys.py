@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 KINDS = ("numbers", "files", "terminal")  # the first of these that differs is what a key changes
-IMPORTED = "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots train"
+IMPORTED = "lightning pandas torch.utils.tensorboard grpo.training.module grpo.extras.report.run_plots train"
 # what is measured, and so differs between equal runs
 MEASURED = re.compile(r"(time|memory)/|tokens/s$|rollout/(flying|buffered)_groups|engine/|seconds|_time$")
 LINES = re.compile(r"^ +(beside|rest|rollout|update|sync|eval|checkpoint|memory|tokens/s|time)\b|it/s|/report.html")

@@ -60,7 +60,7 @@ def save(shape: str, folder: str) -> None:
     """Save a model with random weights, without an end token, and a tokenizer."""
     from shapes import llama, model_of
 
-    from grpo.apps.demo_model import make_tokenizer
+    from grpo.extras.demo.demo_model import make_tokenizer
 
     tokenizer, config = make_tokenizer([TEXT] * 30), llama(shape)
     config.vocab_size = max(config.vocab_size, len(tokenizer))
@@ -85,7 +85,7 @@ def measure(folder: str, settings: Sequence[str]) -> dict:
     from train import train
 
     quiet()
-    lines, log = Lines(), logging.getLogger("grpo.preflight.forecast")
+    lines, log = Lines(), logging.getLogger("grpo.extras.preflight.forecast")
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     plain = ["rollout.num_rollouts=2", "eval.every=0", "preflight=off", "callbacks=none", "logger=csv", "trainer=cpu"]

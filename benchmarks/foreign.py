@@ -1,4 +1,4 @@
-"""Write the tables of docs/migration.md, which people read, as grpo/config/foreign.tsv, which the programs read.
+"""Write the tables of docs/migration.md, which people read, as grpo/extras/migration/foreign.tsv, which the programs read.
 
     python benchmarks/foreign.py
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo.config.foreign import ARGUMENTS, FILE, SETTINGS
+from grpo.extras.migration.foreign import ARGUMENTS, FILE, SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 IN_TICKS = re.compile(r"`([^`]+)`")

@@ -1,4 +1,4 @@
-"""Keep grpo/apps/from_trl.yaml complete: every setting of the installed TRL's `trl grpo`, and
+"""Keep grpo/extras/migration/from_trl.yaml complete: every setting of the installed TRL's `trl grpo`, and
 every argument of its GRPOTrainer, has one row there, which has an answer.
 
     python benchmarks/from_trl.py            # prints what is wrong, and fails if there is anything
@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 from jinja2 import meta
 
-from grpo.from_trl import JINJA
+from grpo.extras.migration.from_trl import JINJA
 
 ROOT = Path(__file__).parents[1]
-DATA = ROOT / "grpo" / "apps" / "from_trl.yaml"
+DATA = ROOT / "grpo" / "extras" / "migration" / "from_trl.yaml"
 PAGE = ROOT / "docs" / "migration.md"
 OPEN = "?"  # the answer of a row that --write adds
 HEADER = "| TRL | here | remark |\n|---|---|---|\n"

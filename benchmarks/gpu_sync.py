@@ -93,7 +93,7 @@ def measure(name: str, shape: str, folder: str) -> dict:
 
     from grpo.engines.protocol import Sampling
     from grpo.engines.vllm.engine import VLLMEngine
-    from grpo.engines.vllm.shared import VLLMSharedEngine, live_weights
+    from grpo.extras.shared_weights.shared import VLLMSharedEngine, live_weights
     from grpo.models.master_weights import with_masters
 
     config = shaped(shape)

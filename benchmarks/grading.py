@@ -22,7 +22,7 @@ import grading_table
 
 from grpo.env.messages import Message
 from grpo.env.types import Action, State, Step, Trajectory
-from grpo.rewards.math import grading
+from grpo.extras.grading import grading
 from grpo.rollout.rewarding import Scorer
 from tasks.gsm8k import GSM8K
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo.rewards.math.grading import verdict
+from grpo.extras.grading.grading import verdict
 
 ROOT = Path(__file__).parents[1]
 CASES, PAIRS = (ROOT / f"tests/data/grading_{name}.txt" for name in ("rules", "pairs"))

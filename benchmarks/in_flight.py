@@ -33,7 +33,7 @@ COLUMNS = "mode", "seconds", "load", "again", "first", "later", "largest", "newe
 
 def folder_of(work: str, layers: int, hidden: int, context: int) -> str:
     """Save a random Llama and return its folder."""
-    from grpo.apps.demo_model import make_tokenizer
+    from grpo.extras.demo.demo_model import make_tokenizer
 
     tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ from same import difference, left
 import grpo.training.module
 import grpo.training.trainer
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.rollout.ahead import chain
+from grpo.extras.ahead import chain
 from grpo.runs.runs import Run
 from grpo.training.checkpoints import by_rollouts
 

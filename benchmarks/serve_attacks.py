@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 ROOT = Path.cwd()  # the tree whose server is attacked
-MODEL = Path(__file__).parents[1] / "grpo" / "apps" / "demo_models" / "wordmath"
+MODEL = Path(__file__).parents[1] / "grpo" / "extras" / "demo" / "demo_models" / "wordmath"
 PATIENCE = 30
 HONEST = {"prompt": {"prompt_token_ids": [1, 7, 9]}, "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": {"prompt_token_ids": [1, 7]}, "max_tokens": 4000, "stop_token_ids": [], "top_k": 1}

@@ -40,16 +40,16 @@ def build(mode: str, folder: str, work: str):
     """Return the engine of a mode."""
     args = {"kv_cache_memory_bytes": CACHE, "max_model_len": 256}
     if mode in SERVED:
-        from grpo.engines.vllm_server.engine import VLLMServerEngine
+        from grpo.extras.vllm_server.engine import VLLMServerEngine
 
         engine = VLLMServerEngine(folder, sync=mode.split()[1], launch=True, args=args, folder=work, logs=work)
     elif mode.startswith("vllm_shared"):
-        from grpo.engines.vllm.shared import VLLMSharedEngine
+        from grpo.extras.shared_weights.shared import VLLMSharedEngine
 
         engine = VLLMSharedEngine(folder, dtype="float32", rank=8 if "lora" in mode else None, args=args)
     else:
         from grpo.engines.vllm.engine import VLLMEngine
-        from grpo.engines.vllm.shared import live_weights
+        from grpo.extras.shared_weights.shared import live_weights
 
         with live_weights() if mode == "as TRL" else nullcontext():  # packed weights cannot be loaded one by one
             engine = VLLMEngine(folder, args=args)

@@ -120,7 +120,7 @@ def reached(points: pd.DataFrame, level: float) -> pd.Series:
 
 
 def table(curves: Mapping[str, Mapping[int, pd.DataFrame]], found: pd.DataFrame, below: float | None) -> str:
-    """Return a Markdown table. curves: of each arm by seed; found: of `grpo.runs.comparison.compared`; below: see BELOW."""
+    """Return a Markdown table. curves: of each arm by seed; found: of `comparison.compared`; below: see BELOW."""
     from grpo.evaluation.statistics import over_seeds
 
     first, *_ = curves
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only print the table")
     given = parser.parse_args()
     arms = [arm for arm in RECIPES[given.recipe] if arm in (given.arms or RECIPES[given.recipe])]
-    from grpo.runs.comparison import compared
+    from grpo.extras.report.comparison import compared
     from grpo.runs.runs import Run
 
     runs: dict[str, dict[int, Run]] = {arm: {} for arm in arms}

@@ -30,11 +30,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shapes import batch_of, llama, model_of
 
-from grpo.models.divergence import Distributions
+from grpo.extras.teachers.distillation import vopd
+from grpo.extras.teachers.divergence import Distributions
+from grpo.extras.teachers.module import distributions, logprobs_and_divergence
+from grpo.extras.teachers.teaching import Teaching, reverse
 from grpo.models.logprobs import completion_logprobs
-from grpo.objectives.distillation import vopd
-from grpo.objectives.teaching import Teaching, reverse
-from grpo.teachers.module import distributions, logprobs_and_divergence
 
 ROWS, PROMPT, ANSWER = 8, 16, 48
 LAYOUT = "shared_prompt", "sdpa"

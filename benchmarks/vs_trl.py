@@ -117,7 +117,7 @@ def prepare(folder: Path, case: Case) -> None:
 
 def prepare_real(folder: Path, case: Case) -> Iterator[dict]:
     """Link the files of SmolLM2, and yield rows."""
-    from grpo.apps.smollm2 import made
+    from grpo.extras.demo.smollm2 import made
     from tasks.sums import Sums
 
     if not made().exists():

@@ -69,7 +69,7 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
 
 
 def room(module: str) -> str:
-    """Return the room of a module or file: rollout for grpo.rollout.types; tasks; program for train.py and grpo/launch.py."""
+    """Return the room of a module or file: rollout for grpo.rollout.types; extras; tasks; program for train.py."""
     parts = module.removesuffix(".py").replace("/", ".").split(".")
     if parts[0] == "grpo" and parts[1:] and parts[1] in ROOMS and parts[-1] != "__main__":
         return parts[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo.env.messages import Message
 from grpo.env.types import State
-from grpo.rewards.math.answers import extract_answer
+from grpo.extras.grading.answers import extract_answer
 
 
 def question(rng):

@@ -1,27 +1,31 @@
 """Group Relative Policy Optimization of language models. This page is the map of the house.
 
-A room is a folder. A room imports only from the rooms above it (tests/test_rooms.py). A folder in a room is a room of its own:
-its door is the first lines of its __init__.py.
+The book is what every run uses. It is in rooms: folders that import only from themselves and from the rooms above them.
 
     system      errors, processes of a run, seeds, calls of other people's code, memory, files; the dictionary of metrics
     env         messages, environments, tasks, rewards as Protocols; tokens of one turn; tools; the chat template
     data        rows of a dataset; which prompts belong to which rollout
-    rewards     reward functions and how several become one; math/ grades answers, code/ runs programs in a sandbox
+    rewards     reward functions, and how several become one
     objectives  rewards -> advantages -> loss: pure functions of tensors, an axis each, and the algorithm that joins them
     models      the policy, the frozen reference, log-probabilities, packing, optimizers
-    engines     who samples: builtin/, vllm/ in this process, vllm_server/
+    engines     who samples: builtin/, and vllm/ in this process
     rollout     episodes played side by side, scored, made into tensors
     evaluation  accuracy, pass@k and their like, each with its interval
-    runs        what a run leaves behind, and what reads it: tables, comparisons, plots; the bounds of healthy metrics (health.py)
-    report      a run or a sweep as one page
-    training    the update (a LightningModule), checkpoints, devices; callbacks/ have what happens round it; health.py warns
-    teachers    who else the policy learns from: a text, another model, itself
-    preflight   before the first update: the memory forecast, the checks (data.py: has any group a signal?), the plan
-    config      composes, checks and explains configurations; resumed runs; help
-    apps        what all command lines share, the Python API, sweep/, the models of the demo and of the README
-    serve       what speaks HTTP: the server of a policy, dialects/ (chat.py is OpenAI's), sessions of programs, sources/
+    runs        what a run leaves behind, and its tables; the bounds of healthy metrics (health.py)
+    training    the update (a LightningModule), checkpoints; callbacks/ have what happens round it; health.py warns
 
-A file of this folder is a program: `python -m grpo.launch`. `python -m grpo.serve` and `python -m grpo.report` are rooms.
+The appendices are in extras/, a folder each, and the book knows none of them. An appendix imports the book, and the appendices
+that its NEEDS names. Its __init__.py says what it adds, and by which door it comes in: an option of conf/, or a command.
+
+    the algorithm  losses/ critic/ teachers/ optimizers/ selection/ ahead/ (rollouts beside the update)
+    the rewards    grading/ (answers) programs/ (in a sandbox) judges/ tools/
+    the machine    kernels/ quantized/ devices/ vllm_server/ shared_weights/
+    the run        preflight/ trackers/ report/ export/ sources/ (who plays the episodes)
+    programs       serve/ (HTTP) sweep/ launch/ migration/ demo/
+
+The command line puts book and appendices together: train.py, eval.py, config/ (composes, checks and explains configurations;
+resumed runs; help) and apps/ (what all commands share, the Python API). Commands are `python -m grpo.serve`, grpo.report,
+grpo.launch, grpo.export, grpo.prefetch, grpo.from_trl, grpo.plots and grpo.rewards. moved.tsv keeps old names of modules.
 
 The core makes the algorithm. The core, in the order in which to read it:
 
@@ -49,11 +53,8 @@ The core makes the algorithm. The core, in the order in which to read it:
     training/module.py             the update
     training/callbacks/evaluation.py  held-out examples, metrics to the loggers
 
-Beside the core: data/samplers.py (prompts that come more often), rollout/draw.py and selection.py (which samples count),
-objectives/surrogates.py, baselines.py, turns.py, choices.py and importance.py (more losses and advantages, which tokens count,
-corrections), rollout/engine_queue.py and system/calls.py (threads, time-outs), rollout/ahead/ (rollouts beside the update),
-system/metrics.py (every number that is logged), training/critic.py (PPO's values), training/callbacks/checkpoint.py (when a
-checkpoint is written, and the best policy), training/sharding.py (several devices, each with a part of the policy).
+Beside the core: rollout/draw.py (which samples count), rollout/engine_queue.py and system/calls.py (threads, time-outs),
+system/metrics.py (every number that is logged), training/callbacks/checkpoint.py (when checkpoints are written, the best policy).
 
 A new advantage, surrogate or correction is one function, whose parameter names choose its inputs (objectives/arguments.py), and a
 YAML file in conf/algo/.
@@ -65,9 +66,12 @@ the objects together.
 import logging
 from typing import TYPE_CHECKING, Any
 
+from grpo.system.moved import keep_old_names
+
 if TYPE_CHECKING:
     from grpo.apps.api import evaluate, load_run, train  # noqa: F401
 
+keep_old_names()
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is, and its import advertises
 
 

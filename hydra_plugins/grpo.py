@@ -18,11 +18,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from grpo.apps.sweep.arms import check_arms
-from grpo.apps.sweep.jobs import Job
-from grpo.apps.sweep.sweep import Sweep, places
 from grpo.config.composing import literal
 from grpo.config.validation import check_values
+from grpo.extras.sweep.arms import check_arms
+from grpo.extras.sweep.jobs import Job
+from grpo.extras.sweep.sweep import Sweep, places
 from grpo.system.errors import UserError
 
 ASK = 300.0  # seconds for torch to start and to count the GPUs

@@ -1,6 +1,6 @@
 """Figures and a table that only these notebooks show. Needs the extra `plot` (matplotlib).
 
-`grpo/runs/plots.py` has the figures that programs draw, too.
+`grpo/extras/report/run_plots.py` has the figures that programs draw, too.
 """
 
 import math
@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from grpo.evaluation.statistics import over_seeds
+from grpo.extras.losses.anatomy import against_ratio
+from grpo.extras.report.run_plots import COLOURS, panels, tidy
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.anatomy import against_ratio
-from grpo.runs.plots import COLOURS, panels, tidy
 from grpo.runs.runs import SAME, Run
 
 

@@ -21,11 +21,11 @@ from grpo.env.messages import Message
 from grpo.env.programs import program_variables
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
+from grpo.extras.serve.dialects.request import Answer, CompletionRequest, written_to
+from grpo.extras.serve.sessions import NoAnswer, sessions
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
-from grpo.serve.dialects.request import Answer, CompletionRequest, written_to
-from grpo.serve.sessions import NoAnswer, sessions
 from grpo.system import child
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 from grpo.env.messages import Message, ToolCall, shown
 from grpo.env.tools import ToolEnv, ToolError, spec_of
 from grpo.env.types import Example, State, Trajectory
+from grpo.extras.grading.arithmetic import value
 from grpo.rewards.combined import Weights
-from grpo.rewards.math.arithmetic import value
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import with_answer
 from grpo.system.ranges import Range

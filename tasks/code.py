@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
-from grpo.rewards.code.cases import Case, cases_of
-from grpo.rewards.code.elsewhere import run_in
-from grpo.rewards.code.programs import code_verdict
-from grpo.rewards.code.sandbox import ProgramLimits, run_program
+from grpo.extras.programs.cases import Case, cases_of
+from grpo.extras.programs.elsewhere import run_in
+from grpo.extras.programs.programs import code_verdict
+from grpo.extras.programs.sandbox import ProgramLimits, run_program
 from grpo.rewards.combined import Weights, text_of
 from grpo.rewards.resolve import Functions, imported
 from grpo.rewards.row_task import RowTask, chosen, with_answer
@@ -35,7 +35,7 @@ def passes(
 
     Parts: program_timeout, and tricks, 1 for a program with the marks of a trick, which changes no reward.
     unconfined: run it even if the machine can only limit time and memory. sandbox: where programs run, a command that starts
-    grpo.rewards.code.elsewhere there, or FILE.py:NAME of a function in place of `run_program`; None: on this machine.
+    grpo.extras.programs.elsewhere there, or FILE.py:NAME of a function in place of `run_program`; None: on this machine.
     """
     limits = ProgramLimits(seconds=seconds, memory_mb=memory_mb)
     run = run_program

@@ -15,9 +15,9 @@ from grpo.data.rows import Made, side
 from grpo.env.messages import Message
 from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Example, Reward, Split
+from grpo.extras.grading.answers import boxed
+from grpo.extras.grading.arithmetic import value
 from grpo.rewards.combined import Weights, text_of
-from grpo.rewards.math.answers import boxed
-from grpo.rewards.math.arithmetic import value
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask, chosen
 from grpo.system.errors import UserError

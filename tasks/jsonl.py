@@ -9,11 +9,11 @@ from typing import Any, Literal
 from grpo.data.dataset import Dataset
 from grpo.data.rows import at
 from grpo.env import thoughts
-from grpo.env.calls.tool_parsers import Malformed
 from grpo.env.conversations import chat_message, messages_of, text_in
 from grpo.env.messages import Message, shown
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Env, Example, Reward, Split, State
+from grpo.extras.tools.tool_parsers import Malformed
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions, imported
 from grpo.rewards.row_task import RowTask
@@ -50,7 +50,7 @@ def conversation(prompt: Any) -> tuple[Message, ...]:
 def tools_of(name: str) -> Sequence[Callable]:
     """Return the tools of a server (mcp:COMMAND), or the function with this name. Raises UserError if it is not there."""
     if name.startswith("mcp:"):
-        from grpo.env.mcp import mcp_tools
+        from grpo.extras.tools.mcp import mcp_tools
 
         return mcp_tools(name.removeprefix("mcp:"))
     return [imported(name, "task.tools")]

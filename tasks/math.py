@@ -9,8 +9,8 @@ from grpo.data.dataset import Dataset
 from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.extras.grading.answers import boxed
 from grpo.rewards.combined import Weights
-from grpo.rewards.math.answers import boxed
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates
 from grpo.system.errors import UserError

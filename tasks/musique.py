@@ -17,7 +17,7 @@ from grpo.env.messages import Message
 from grpo.env.thoughts import after_thoughts
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
-from grpo.rewards.math.answers import boxed
+from grpo.extras.grading.answers import boxed
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, NonNegative, Whole, enforced
 

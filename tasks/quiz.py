@@ -18,7 +18,7 @@ from functools import cached_property
 from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, Split, State
-from grpo.rewards.math.answers import extract_answer
+from grpo.extras.grading.answers import extract_answer
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Whole, enforced
 from tasks.wordmath import OPERATORS, Problem, side

@@ -89,7 +89,7 @@ def compose_config(*overrides: str, name: str = "train") -> DictConfig:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small random Llama that reads and writes any text."""
-    from grpo.apps.demo_model import make_model, make_tokenizer
+    from grpo.extras.demo.demo_model import make_model, make_tokenizer
 
     folder = tmp_path_factory.mktemp("toy")
     tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)

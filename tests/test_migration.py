@@ -18,8 +18,8 @@ from helpers.project import faults, holds, table
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from grpo.apps.trl_script import read_script
-from grpo.from_trl import main, translated
+from grpo.extras.migration.from_trl import main, translated
+from grpo.extras.migration.trl_script import read_script
 from grpo.system.errors import UserError
 
 TEXT = from_trl.DATA.read_text()

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import lines  # benchmarks/lines.py
@@ -14,11 +15,9 @@ from helpers.project import imports
 import grpo
 
 ROOT = Path(__file__).parents[1]
-ROOMS = (
-    "system env data rewards objectives models engines rollout evaluation runs report training teachers preflight config "
-    "apps serve"
-).split()
-PROGRAMS = {"export", "from_trl", "launch", "plots", "prefetch"}  # python -m grpo.export, ...
+ROOMS = "system env data rewards objectives models engines rollout evaluation runs training".split()
+COMMAND_LINE = {"config", "apps", "__init__", "__main__"}
+EXTRAS = {path.name for path in (ROOT / "grpo" / "extras").iterdir() if (path / "__init__.py").is_file()}
 
 
 def test_no_test_imports_another():
@@ -46,17 +45,43 @@ def test_every_package_that_the_code_imports_is_declared():
     assert {others.get(name, name) for name in tops} <= declared
 
 
-def test_a_room_imports_only_from_the_rooms_above_it():
-    """Also by a name in a text. A `__main__.py` is a program, and may use every room; no room uses a program."""
-    ours = {path.stem for path in (ROOT / "grpo").iterdir()} - {"__pycache__"}
-    assert ours == {*ROOMS, *PROGRAMS, "__init__", "__main__"}
+def of_ours(file: Path) -> set[str]:
+    """Return the modules of grpo that a file names, also in a text."""
+    return {name for name in [*imports(file), *named(file)] if name.startswith("grpo.")}
+
+
+def extras_of(file: Path) -> set[str]:
+    return {name.split(".")[2] for name in of_ours(file) if name.startswith("grpo.extras.")}
+
+
+def test_a_room_of_the_book_imports_only_from_the_rooms_above_it():
+    assert {path.stem for path in (ROOT / "grpo").iterdir()} - {"__pycache__"} == {
+        *ROOMS,
+        *COMMAND_LINE,
+        "extras",
+        "moved",
+    }
     for i, room in enumerate(ROOMS):
         for file in (ROOT / "grpo" / room).rglob("*.py"):
-            if file.name == "__main__.py":
-                continue
-            rooms = {name.split(".")[1] for name in [*imports(file), *named(file)] if name.startswith("grpo.")}
+            rooms = {name.split(".")[1] for name in of_ours(file)}
             assert rooms <= {*ROOMS[: i + 1]}, f"{file} imports {rooms - {*ROOMS[: i + 1]}}"
-            assert not any(name.startswith("tasks") for name in imports(file)), f"{file}: Hydra names tasks"
+
+
+def test_an_appendix_imports_the_book_and_what_its_door_names():
+    """A program of an appendix (PROGRAMS) is a part of the command line."""
+    for name in EXTRAS:
+        door = import_module(f"grpo.extras.{name}")
+        assert door.__doc__
+        needs, programs = getattr(door, "NEEDS", ()), getattr(door, "PROGRAMS", ())
+        for file in (ROOT / "grpo" / "extras" / name).rglob("*.py"):
+            assert extras_of(file) <= {name, *needs}, f"{file} imports {extras_of(file) - {name, *needs}}"
+            line = {one.split(".")[1] for one in of_ours(file)} & COMMAND_LINE
+            assert not line or file.stem in ("__main__", *programs), f"{file} imports {line}"
+
+
+def test_only_the_command_line_knows_tasks():
+    for file in (ROOT / "grpo").rglob("*.py"):
+        assert not any(name.startswith("tasks") for name in imports(file)), f"{file}: Hydra names tasks"
 
 
 def named(file: Path) -> set[str]:
@@ -80,9 +105,10 @@ def test_a_module_has_one_name():
 def test_only_programs_know_hydra_and_only_engines_know_vllm():
     for file in [*(ROOT / "grpo").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
         libraries = {name.split(".")[0] for name in imports(file)}
-        program = file.parent.name == "grpo" or {"config", "apps", "serve"} & {*file.parts}
+        program = {"config", "apps", "serve", "sweep", "launch", "migration", "demo", "preflight"} & {*file.parts}
         assert not libraries & {"hydra", "omegaconf"} or program, f"{file} imports hydra"
-        assert "vllm" not in libraries or "engines" in file.parts, f"{file} imports vllm"
+        engine = {"engines", "shared_weights", "vllm_server"} & {*file.parts}
+        assert "vllm" not in libraries or engine, f"{file} imports vllm"
 
 
 def test_tasks_live_in_message_space():

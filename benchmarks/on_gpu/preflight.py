@@ -59,7 +59,7 @@ def save(shape, folder: str) -> None:
 
     from on_gpu.device import DEVICE, DTYPE
 
-    tokenizer = AutoTokenizer.from_pretrained(next((ROOT / "grpo" / "apps" / "demo_models").iterdir()))
+    tokenizer = AutoTokenizer.from_pretrained(next((ROOT / "grpo" / "extras" / "demo" / "demo_models").iterdir()))
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(shape.config, dtype=getattr(torch, DTYPE))

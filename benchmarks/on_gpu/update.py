@@ -14,11 +14,11 @@ from torch._dynamo import utils as compiler
 
 from grpo.config.composing import composed
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.extras.kernels.callback import KernelsCallback
+from grpo.extras.preflight.forecast import Sizes
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import Scores, TokenBatch
-from grpo.preflight.forecast import Sizes
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.kernels import KernelsCallback
 from on_gpu.device import CUDA, DEVICE, DTYPE, NO_GPU, clock, peaks, precision, share_of_peak, waits
 from on_gpu.models import SHAPES, Shape, needed_flops, rule_of_thumb
 

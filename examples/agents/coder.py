@@ -7,7 +7,7 @@ import json
 import os
 import urllib.request
 
-from grpo.rewards.code.sandbox import ProgramLimits, run_program
+from grpo.extras.programs.sandbox import ProgramLimits, run_program
 
 LIMITS = ProgramLimits(seconds=2.0)
 

@@ -20,8 +20,8 @@ from omegaconf import DictConfig
 from grpo.apps.cli import announced, quiet
 from grpo.config.composing import CONF, composed, literal, options
 from grpo.config.explain import explain, no_key
-from grpo.config.foreign import ARGUMENTS, SETTINGS, known_elsewhere
 from grpo.config.objects import placed
+from grpo.extras.migration.foreign import ARGUMENTS, SETTINGS, known_elsewhere
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from grpo.system.root import ROOT

@@ -20,11 +20,9 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.apps.sweep import sweep
 from grpo.config.composing import composed
 from grpo.config.early import check_early, check_unused, without_grader
 from grpo.config.explain import chain, explain
-from grpo.config.foreign import known_elsewhere
 from grpo.config.overruled import not_in_effect
 from grpo.config.resuming import (
     add_saved_overrides,
@@ -38,6 +36,8 @@ from grpo.config.resuming import (
 from grpo.config.trust import check_code
 from grpo.config.validation import check_values
 from grpo.env.types import Task
+from grpo.extras.migration.foreign import known_elsewhere
+from grpo.extras.sweep import sweep
 from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text

@@ -9,9 +9,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
 
+from grpo.extras.preflight.learning import backward
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
-from grpo.preflight.learning import backward
 from grpo.system.errors import UserError
 from grpo.system.loading import not_finite
 from grpo.system.output.words import plural

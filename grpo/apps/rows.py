@@ -11,7 +11,7 @@ from grpo.data.rows import Made, spread
 from grpo.env.messages import Message
 from grpo.env.types import Example, SingleTurn, Split, Task
 from grpo.evaluation.evaluator import Evaluator
-from grpo.rollout.trial import try_task
+from grpo.extras.preflight.trial import try_task
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, train
 
 def check_teaching(task: Task | None, config: DictConfig) -> None:
     """Raise UserError if the run needs demonstrations, or weighs a source (algo.by_source), that the task does not have."""
-    by, house = config.get("algo", {}).get("by_source") or {}, "grpo.teachers.demonstrations."
+    by, house = config.get("algo", {}).get("by_source") or {}, "grpo.extras.teachers.demonstrations."
     rows = spread(task.examples("train"), 1000) if by and task is not None else ()
     known = {str(row.get("source")) for row in rows}
     if unknown := sorted(by.keys() - known):
@@ -67,6 +67,6 @@ def check_teaching(task: Task | None, config: DictConfig) -> None:
             "teacher=rows, but algo.imitation.given=0 leaves its rows out of the loss: set a weight, as 0.1"
         )
     if named:
-        from grpo.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
+        from grpo.extras.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
 
         check_demonstrations(task)

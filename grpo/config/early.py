@@ -36,11 +36,11 @@ MODELS = ("model", "teacher.model")
 DYNAMIC = {"globals", "exec", "vars", "setattr", "__getattr__"}
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
 # the teacher that may read a right sample, and selections that do not read rewards
-ITSELF = "grpo.teachers.privileged.Itself"
-UNGRADED = ("grpo.rollout.draw.Everything", "grpo.teachers.demonstrations.Demonstrations")
+ITSELF = "grpo.extras.teachers.privileged.Itself"
+UNGRADED = ("grpo.rollout.draw.Everything", "grpo.extras.teachers.demonstrations.Demonstrations")
 AUTO = "grpo.engines.auto.auto_engine"
 # engines that sample from the policy's own weights
-SHARED = ("grpo.engines.builtin.engine.TransformersEngine", "grpo.engines.vllm.shared.VLLMSharedEngine")
+SHARED = ("grpo.engines.builtin.engine.TransformersEngine", "grpo.extras.shared_weights.shared.VLLMSharedEngine")
 ANSWER = 5.0  # seconds for the hub to answer
 UNREACHABLE = ("ConnectError", "ConnectTimeout", "ProxyError")  # errors of its client before anything was sent
 

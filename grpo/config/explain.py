@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.config.composing import CONF, composed, literal
-from grpo.config.foreign import SETTINGS, known_elsewhere
 from grpo.config.resuming import key_in
 from grpo.config.validation import needed, no_value
+from grpo.extras.migration.foreign import SETTINGS, known_elsewhere
 from grpo.system.errors import UserError, lacks_memory, one_line
 from grpo.system.files import FULL
 from grpo.system.settings import flat

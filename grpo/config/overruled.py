@@ -10,7 +10,12 @@ from grpo.system.settings import flat
 
 ADAMW = "${oc.select:adamw.lr,"  # a learning rate that follows what recipes, adapters and experiments have for AdamW
 # optimizers that it suits
-ALIKE = ("torch.optim.AdamW", "grpo.models.optimizers.adamw_8bit", "transformers.Adafactor", "grpo.training.muon.muon")
+ALIKE = (
+    "torch.optim.AdamW",
+    "grpo.extras.optimizers.adamw_8bit.adamw_8bit",
+    "transformers.Adafactor",
+    "grpo.extras.optimizers.muon.muon",
+)
 IDLE = {  # keys, or beginnings of keys, by the one without which they do nothing
     "rollout.ahead": ("rollout.order", "rollout.max_staleness", "rollout.stale", "rollout.patience"),
     "algo.kl.coef": ("algo.kl.",),

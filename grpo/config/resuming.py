@@ -43,8 +43,8 @@ LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, a
 MOVED = {  # what an earlier version has written
     "_target_: grpo.apps.api.given": "_target_: grpo.config.objects.given",
     "_target_: grpo.apps.api.model_given": "_target_: grpo.config.objects.model_given",
-    "_target_: grpo.apps.sources.": "_target_: grpo.serve.sources.",
-    "_target_: grpo.rewards.judge.": "_target_: grpo.rewards.llm_judge.",
+    "_target_: grpo.apps.sources.": "_target_: grpo.extras.serve.sources.",
+    "_target_: grpo.rewards.judge.": "_target_: grpo.extras.judges.llm_judge.",
     "_target_: tasks.gym.": "_target_: tasks.libraries.gym.",
     "_target_: tasks.skyrl_gym.": "_target_: tasks.libraries.skyrl_gym.",
     "_target_: tasks.verifiers.": "_target_: tasks.libraries.verifiers.",

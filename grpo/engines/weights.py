@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from grpo.extras.quantized.quantized import Quantized, dequantize
 from grpo.models.adapted import without_adapter
 from grpo.models.language import beside_language
-from grpo.models.quantized import Quantized, dequantize
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
 from grpo.system.pieces import in_pieces

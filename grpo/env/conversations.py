@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import Any
 
-from grpo.env.calls.tool_parsers import call_in
 from grpo.env.messages import Message, ToolCall, message_of, shown
 from grpo.env.types import State
+from grpo.extras.tools.tool_parsers import call_in
 from grpo.system.errors import UserError
 
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol, Self
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env import thoughts
-from grpo.env.calls.tool_forms import FORMS, message_of_text
 from grpo.env.chat_dicts import ADD, ASKED, FIND, HOW, TRIED, as_dicts, called
 from grpo.env.intake import asked_for, no_tokens
 from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, left_open, parted
 from grpo.env.tokens import Turn
 from grpo.env.types import State, Step
+from grpo.extras.tools.tool_forms import FORMS, message_of_text
 from grpo.system.errors import UserError, one_line
 from grpo.system.ranges import enforced
 

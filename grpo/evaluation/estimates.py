@@ -16,7 +16,7 @@ import pandas as pd
 
 from grpo.env.types import Claim, Example, Task
 from grpo.evaluation.statistics import Estimate, mean_interval
-from grpo.rewards.math.answers import equal
+from grpo.extras.grading.answers import equal
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.rollout_metrics import conversation, is_conversation
 from grpo.rollout.samples_table import golds

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from grpo.models.flex import FLEX, blocks_of, padding
+from grpo.extras.kernels.flex import FLEX, blocks_of, padding
 from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from grpo.models.flex import FLEX
+from grpo.extras.kernels.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.probe_lengths import LONGEST, beyond_sizes, probe_sizes
 from grpo.models.trusted import objection

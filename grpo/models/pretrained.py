@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from grpo.extras.quantized.quantized import Bits, dequantize, quantize
 from grpo.models.language import is_multimodal, learning, loader_of
-from grpo.models.quantized import Bits, dequantize, quantize
 from grpo.system.errors import UserError
 from grpo.system.loading import STRICT, finite, fully_loaded
 from grpo.system.ranges import enforced
@@ -31,9 +31,9 @@ class Pretrained:
     """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in float16 the
-    loss has a scale (training/loss_scale.py). quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
+    loss has a scale. quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
     file with another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
-    grpo/training/callbacks/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
+    grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
     """
 
     path: str

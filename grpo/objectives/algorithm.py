@@ -14,17 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo.extras.losses.choices import chosen_tokens, with_top_entropy
+from grpo.extras.teachers.teaching import BySource, Imitation, Teaching
 from grpo.objectives.advantage import reward_to_go, whiten
 from grpo.objectives.arguments import OFFERED, call, function_of, parameters
 from grpo.objectives.axes import check_axes
 from grpo.objectives.batch import Scores, TokenBatch
-from grpo.objectives.choices import chosen_tokens, with_top_entropy
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
 from grpo.objectives.staleness import ages, policy_between
-from grpo.objectives.teaching import BySource, Imitation, Teaching
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
 from grpo.system.progress import BEGIN, Progress

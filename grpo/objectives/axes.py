@@ -6,11 +6,11 @@ this file.
 
 from typing import Any
 
+from grpo.extras.losses.surrogates import vespo
 from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, lacking, named, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
-from grpo.objectives.surrogates import vespo
 from grpo.system.errors import UserError
 
 

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from grpo.extras.teachers.teaching import Teaching
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import OF_TOKENS, call, named, parameters, too_old
 from grpo.objectives.axes import clip_bounds, kl_in_reward
 from grpo.objectives.loss import policy_log_ratio, token_weights
-from grpo.objectives.teaching import Teaching
 from grpo.objectives.trial import even_batch, random_batch, tried
 from grpo.system.errors import UserError
 from grpo.system.output.words import plural

@@ -13,10 +13,10 @@ from typing import Any
 
 from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Reward
+from grpo.extras.grading.answers import extract_answer
+from grpo.extras.grading.grading import verdict
+from grpo.extras.grading.worked import copied, unworked
 from grpo.rewards.combined import text_of
-from grpo.rewards.math.answers import extract_answer
-from grpo.rewards.math.grading import verdict
-from grpo.rewards.math.worked import copied, unworked
 from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, NonNegative, Positive, Whole

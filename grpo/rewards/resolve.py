@@ -36,7 +36,7 @@ def locate(name: str) -> Function:
         name = f"{SHIPPED}.{name}"
     colon = ":" in name
     if Path(name).expanduser().is_dir() or ("/" in name and not colon and not name.endswith(".py")):
-        from grpo.rewards.reward_model import Classifier
+        from grpo.extras.judges.reward_model import Classifier
 
         return Classifier(name)
     if not colon and "." not in name:

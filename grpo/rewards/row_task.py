@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol
 from grpo.data.rows import at
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
+from grpo.extras.grading.answers import extract_answer, loose_answer
+from grpo.extras.grading.grading import unreadable, verdict
 from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
 from grpo.rewards.functions import correct
-from grpo.rewards.math.answers import extract_answer, loose_answer
-from grpo.rewards.math.grading import unreadable, verdict
 from grpo.rewards.resolve import Functions
 from grpo.system.errors import UserError
 from grpo.system.ranges import as_yaml, require

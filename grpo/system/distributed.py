@@ -1,6 +1,6 @@
 """The ranks of one training run, one for each device. On a single rank every function returns its argument.
 
-A model may be sharded: each rank then holds a part of every parameter (training/sharding.py). The functions for this know such a
+A model may be sharded: each rank then holds a part of every parameter. The functions for this know such a
 parameter and model by their methods, so that nothing of torch's sharding is imported here.
 """
 

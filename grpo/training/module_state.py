@@ -10,10 +10,10 @@ from typing import Any
 import lightning as L
 from torch import nn
 
+from grpo.extras.optimizers.loss_scale import LossScale
 from grpo.system.errors import UserError
 from grpo.system.metrics import about
 from grpo.training.checkpoints import check_shapes
-from grpo.training.loss_scale import LossScale
 from grpo.training.optimization import set_changed
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo.extras.optimizers.loss_scale import LossScale, LossScaling
 from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
@@ -21,7 +22,6 @@ from grpo.system.errors import UserError
 from grpo.system.output.users_code import is_own, of_user
 from grpo.system.output.words import plural
 from grpo.system.ranges import Count, NonNegative, Positive, Share, enforced, require
-from grpo.training.loss_scale import LossScale, LossScaling
 from grpo.training.meter import Means
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from grpo.extras.devices.strategy import Strategy, WatchedRanks
 from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.gpu import check_gpu
 from grpo.system.ranges import Range, Seconds, enforced
 from grpo.training.checkpoints import RunCheckpoints
-from grpo.training.strategy import Strategy, WatchedRanks
 
 T = TypeVar("T", bound=Callback)
 
@@ -156,7 +156,7 @@ def lightning_strategy(strategy: Strategy, timeout: float, ranks: int, precision
     """Return Lightning's strategy for several ranks, and the precision that its Trainer gets. strategy: ddp or fsdp2."""
     if strategy.kind != "fsdp2":
         return WatchedRanks(timeout), precision
-    from grpo.training.sharding import Sharded
+    from grpo.extras.devices.sharding import Sharded
 
     # passes of a sharded model have a number type of their own
     in_pieces = strategy.checkpoint == "sharded"

@@ -11,7 +11,7 @@ import reasoning_gym
 from grpo.data.rows import Made
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, Reward, SingleTurn, Split, State
-from grpo.rewards.math.answers import extract_answer
+from grpo.extras.grading.answers import extract_answer
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system.errors import UserError

@@ -13,8 +13,8 @@ from typing import Any
 
 from grpo.env.messages import Message, message_of
 from grpo.env.types import Env, Example, Reward, SingleTurn, Split, Trajectory
+from grpo.extras.serve.sessions import sessions
 from grpo.rewards.resolve import imported
-from grpo.serve.sessions import sessions
 from grpo.system.errors import UserError, error_line
 from grpo.system.ranges import Count
 from tasks.agent import AgentEnv

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import grpo
 from grpo.apps.api import split
 from grpo.apps.cli import check_run
-from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.config.composing import literal
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action
+from grpo.extras.demo.demo_model import make_model, make_tokenizer
 from grpo.system.errors import UserError
 from train import train
 

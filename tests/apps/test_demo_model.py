@@ -13,8 +13,10 @@ from filelock import FileLock
 from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.apps import demo_model
-from grpo.apps.demo_model import (
+from grpo.env.messages import Message, ToolCall, ToolSpec
+from grpo.env.types import State
+from grpo.extras.demo import demo_model
+from grpo.extras.demo.demo_model import (
     BATCH,
     SHIPPED,
     answer_loss,
@@ -25,8 +27,6 @@ from grpo.apps.demo_model import (
     tiny_folder,
     tokenize,
 )
-from grpo.env.messages import Message, ToolCall, ToolSpec
-from grpo.env.types import State
 from grpo.system.errors import UserError
 from tasks import calculator
 from tasks.wordmath import worked_answers
@@ -206,7 +206,9 @@ def test_the_folder_loads(folder):
 @pytest.mark.parametrize("task", ["wordmath", "calculator"])
 def test_the_shipped_model_is_of_the_default_recipe(task, tmp_path, monkeypatch):
     """After a change of the recipe, of what makes the model, or of the worked answers, it has to be made again."""
-    monkeypatch.setattr(demo_model, "fit", lambda *_: pytest.fail("run python -m grpo.apps.demo_model, and commit"))
+    monkeypatch.setattr(
+        demo_model, "fit", lambda *_: pytest.fail("run python -m grpo.extras.demo.demo_model, and commit")
+    )
     path = compose_config(f"task={task}", "output_dir=.").model.path
     assert instantiate(path, cache=str(tmp_path)) == str(SHIPPED / task)
     weights = AutoModelForCausalLM.from_pretrained(SHIPPED / task).state_dict()

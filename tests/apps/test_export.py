@@ -10,7 +10,7 @@ from conftest import EXAMPLES
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from grpo.export import main
+from grpo.extras.export.export import main
 from grpo.system.errors import UserError
 
 RUN = EXAMPLES / "run"

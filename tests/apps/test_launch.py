@@ -14,8 +14,8 @@ import yaml
 from conftest import ROOT, TEST_PATH, compose_config
 from helpers.runs import rows
 
-from grpo.engines.vllm_server.launch import free_ports
-from grpo.launch import launch_file, main, shared_folder
+from grpo.extras.launch.launch import launch_file, main, shared_folder
+from grpo.extras.vllm_server.launch import free_ports
 from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
 from train import train

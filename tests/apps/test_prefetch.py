@@ -11,7 +11,7 @@ import pytest
 from conftest import EXAMPLES, ROOT, compose_config
 
 from grpo.data.dataset import MissingRows
-from grpo.prefetch import main
+from grpo.extras.demo.prefetch import main
 from grpo.system.errors import UserError
 from train import train
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from conftest import ROOT, compose_config
 
-from grpo.apps.sweep.arms import check_arms
-from grpo.apps.sweep.jobs import Job
-from grpo.apps.sweep.sweep import Sweep, places
+from grpo.extras.sweep.arms import check_arms
+from grpo.extras.sweep.jobs import Job
+from grpo.extras.sweep.sweep import Sweep, places
 from grpo.system import child
 from grpo.system.errors import UserError
 from train import train
@@ -167,8 +167,8 @@ def test_an_arm_that_cannot_be_is_named_before_the_first_job():
 AT_WORK = """if True:
     import sys
     from pathlib import Path
-    from grpo.apps.sweep.jobs import Job
-    from grpo.apps.sweep.sweep import Sweep
+    from grpo.extras.sweep.jobs import Job
+    from grpo.extras.sweep.sweep import Sweep
     sleeps = "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'began').touch(); time.sleep(3600)"
     folder = Path(sys.argv[1])
     sweep = Sweep(folder, lambda job, _: [sys.executable, "-c", sleeps, str(job.folder)], [{}, {}], "do it again")

@@ -7,8 +7,8 @@ import pytest
 
 from grpo.apps.cli import parsed, remove_unused
 from grpo.config.explain import nearest, no_key
-from grpo.config.foreign import ARGUMENTS, known_elsewhere, tables
 from grpo.config.overview import help_text
+from grpo.extras.migration.foreign import ARGUMENTS, known_elsewhere, tables
 from grpo.system.errors import UserError
 
 KEYS = ["algo", "algo.kl", "algo.kl.coef", "optim", "optim.optimizer", "optim.optimizer.lr", "optim.optimizer.betas", "rollout",

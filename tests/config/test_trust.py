@@ -11,7 +11,7 @@ from grpo.apps.cli import announced
 from grpo.config.composing import CONF, composed, literal
 from grpo.config.resuming import add_saved_overrides, save_config
 from grpo.config.trust import is_code, is_given, leaves
-from grpo.export import whole_model
+from grpo.extras.export.export import whole_model
 from grpo.runs.manifest import save_manifest
 from grpo.system.errors import UserError
 

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from grpo.data.samplers import History, Weighted, by_column, learning_signal, pools, staged
 from grpo.env.types import Reward
+from grpo.extras.selection.samplers import History, Weighted, by_column, learning_signal, pools, staged
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.progress import Progress, set_progress
 

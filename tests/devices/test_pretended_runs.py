@@ -6,7 +6,7 @@ from helpers.runs import learned, rows
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from grpo.preflight import allowance, sampling
+from grpo.extras.preflight import allowance, sampling
 
 
 @pytest.fixture

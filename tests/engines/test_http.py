@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from grpo.engines.vllm_server import http
+from grpo.extras.vllm_server import http
 
 
 def test_a_silent_server_is_lost_after_the_limit(monkeypatch):

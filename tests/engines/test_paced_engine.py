@@ -10,7 +10,7 @@ from paced import Paced
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.report.run import run_data
+from grpo.extras.report.run import run_data
 from grpo.runs.runs import Run
 from train import train
 

@@ -9,17 +9,17 @@ from helpers import families
 from helpers.families import FAMILIES, TOOLS, add, spelled
 
 from grpo.engines.protocol import Sampling
-from grpo.env.calls.tool_forms import message_of_text
 from grpo.env.messages import Message, ToolCall, message_of
 from grpo.env.renderer import TokenizerRenderer, message_after, message_read
 from grpo.env.thoughts import after_thoughts
 from grpo.env.tokens import Completion
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
-from grpo.rewards.code.programs import code_verdict
+from grpo.extras.programs.programs import code_verdict
+from grpo.extras.serve.dialects.request import CompletionRequest, answered
+from grpo.extras.tools.tool_forms import message_of_text
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rollout.episodes import play
-from grpo.serve.dialects.request import CompletionRequest, answered
 
 ASK = Message("user", "How many are 1 + 2?")
 OPENS = ("deepseek_r1_distill", "nemotron_3_nano", "qwen3_5_think", "qwen3_8")

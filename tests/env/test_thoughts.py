@@ -13,7 +13,7 @@ from grpo.env.scoring import UNKNOWN
 from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, State, Step, Trajectory
-from grpo.preflight.data import turns
+from grpo.extras.preflight.data import turns
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 

@@ -28,10 +28,10 @@ from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.evaluation import estimates as estimates_module
 from grpo.evaluation.estimates import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.evaluation.evaluator import Evaluator
-from grpo.rewards.math.answers import loose_answer
+from grpo.extras.grading.answers import loose_answer
+from grpo.extras.report.comparison import arms_of, compare
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Sample
-from grpo.runs.comparison import arms_of, compare
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
 from tasks.calculator import Calculator

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
-from grpo.preflight.episodes import loses_spaces
+from grpo.extras.preflight.episodes import loses_spaces
 
 ASK, SURE, THREE = Message("user", "How many are 1 + 2?"), Message("user", "Sure?"), Message("tool", "3", name="add")
 CALL = ToolCall("add", {"a": 1, "b": 2})

@@ -9,13 +9,13 @@ from conftest import seed
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.teachers.demonstrations import Beside, Demonstrations
+from grpo.extras.teachers.kinds import Teacher
+from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.teaching import Imitation
 from grpo.objectives.loss import clip
-from grpo.objectives.teaching import Imitation
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Limits, Sample
-from grpo.teachers.demonstrations import Beside, Demonstrations
-from grpo.teachers.kinds import Teacher
-from grpo.teachers.module import Taught
 from grpo.training.batch import RolloutBatch
 from helpers.learning import as_given, make_module
 from tasks.wordmath import Wordmath

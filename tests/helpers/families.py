@@ -14,9 +14,9 @@ from conftest import EXAMPLES
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from grpo.apps.demo_model import make_tokenizer
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tools import spec_of
+from grpo.extras.demo.demo_model import make_tokenizer
 
 
 def add(a: int, b: int) -> int:

@@ -11,16 +11,16 @@ from torch import tensor
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.critic.gae import gae
+from grpo.extras.critic.module import ActorCritic, ValueLearning
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
-from grpo.objectives.gae import gae
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
 from grpo.training.batch import RolloutBatch
-from grpo.training.critic import ActorCritic, ValueLearning
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import Optimization
 

@@ -6,9 +6,9 @@ import torch
 import transformers
 from peft import LoraConfig
 
-from grpo.apps.demo_model import make_tokenizer
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.tokens import Completion
+from grpo.extras.demo.demo_model import make_tokenizer
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch

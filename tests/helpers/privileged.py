@@ -8,11 +8,11 @@ from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.teachers.kinds import Teacher
+from grpo.extras.teachers.module import Taught
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Sample
-from grpo.teachers.kinds import Teacher
-from grpo.teachers.module import Taught
 from grpo.training.batch import RolloutBatch
 from helpers.learning import make_module
 from tasks.gsm8k import GSM8K

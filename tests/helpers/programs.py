@@ -20,7 +20,10 @@ from pathlib import Path
 
 from conftest import ROOT
 
-IMPORTED = "lightning pandas torch.utils.tensorboard grpo.training.module grpo.runs.plots grpo.serve.api train eval"
+IMPORTED = (
+    "lightning pandas torch.utils.tensorboard grpo.training.module grpo.extras.report.run_plots grpo.extras.serve.api "
+    "train eval"
+)
 started_by: int | None = None  # the process that started the server
 
 

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from grpo.engines.vllm_server.launch import free_ports
+from grpo.extras.vllm_server.launch import free_ports
 from helpers.programs import server
 
 LIMIT = 300  # seconds for one run

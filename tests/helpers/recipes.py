@@ -13,8 +13,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.room import Room
+from grpo.extras.preflight.forecast import Part, Sizes, forecast, in_phases
 from grpo.models.policy import with_adapter
-from grpo.preflight.forecast import Part, Sizes, forecast, in_phases
 from grpo.system import memory
 from grpo.training.trainer import best_on_gpu
 from helpers.project import ROOT

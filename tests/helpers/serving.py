@@ -13,12 +13,12 @@ from pathlib import Path
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
 from grpo.env.renderer import Renderer, TokenizerRenderer
+from grpo.extras.serve.api import Server
+from grpo.extras.serve.batching import Batching
+from grpo.extras.serve.limits import RequestLimits
+from grpo.extras.serve.served_weights import ServedWeights
+from grpo.extras.serve.service import Service
 from grpo.models.pretrained import Pretrained
-from grpo.serve.api import Server
-from grpo.serve.batching import Batching
-from grpo.serve.limits import RequestLimits
-from grpo.serve.served_weights import ServedWeights
-from grpo.serve.service import Service
 
 PROMPT = [1, 7, 9, 22, 23]
 POISON = 13

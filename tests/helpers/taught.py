@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from grpo.extras.teachers.kinds import Model, Teacher
+from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.teaching import Imitation, Teaching
 from grpo.models.pretrained import Pretrained
-from grpo.objectives.teaching import Imitation, Teaching
-from grpo.teachers.kinds import Model, Teacher
-from grpo.teachers.module import Taught
 from helpers.learning import make_module
 
 

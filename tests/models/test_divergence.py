@@ -4,9 +4,10 @@ import pytest
 import torch
 from helpers.models import disturb, model_of
 
-from grpo.models import divergence, head
-from grpo.models.divergence import Distributions, divergences
-from grpo.objectives.teaching import Teaching, jsd
+from grpo.extras.teachers import divergence
+from grpo.extras.teachers.divergence import Distributions, divergences
+from grpo.extras.teachers.teaching import Teaching, jsd
+from grpo.models import head
 
 N = 11
 

@@ -10,9 +10,9 @@ from torch import nn
 from grpo.apps.cli import check_model
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.weights import checkpoint
+from grpo.extras.quantized.quantized import Quantized, quantize
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import InMemory, Pretrained
-from grpo.models.quantized import Quantized, quantize
 from grpo.system.errors import UserError
 
 functional = pytest.importorskip("bitsandbytes.functional")  # the environment of vLLM lacks it

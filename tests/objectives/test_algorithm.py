@@ -13,19 +13,19 @@ from peft import LoraConfig
 from torch import tensor
 
 from grpo.env.types import Reward
+from grpo.extras.losses.baselines import gdpo
+from grpo.extras.preflight.data import signal
+from grpo.extras.selection.selection import Dynamic
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.baselines import gdpo
 from grpo.objectives.checks import check_algorithm
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
-from grpo.preflight.data import signal
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.draw import Everything
-from grpo.rollout.selection import Dynamic
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 from grpo.system.progress import Progress

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import preset
 
-from grpo.objectives.anatomy import against_ratio
+from grpo.extras.losses.anatomy import against_ratio
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import tensor
 
+from grpo.extras.losses.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
+from grpo.extras.losses.turns import remax, turn_returns
 from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, whiten
-from grpo.objectives.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
-from grpo.objectives.turns import remax, turn_returns
 
 NAN = math.nan
 close = torch.testing.assert_close

@@ -9,7 +9,7 @@ from conftest import preset
 from helpers.learning import batch_of
 from torch import tensor
 
-from grpo.objectives.choices import chosen_tokens, clip_cov, covariance, top_entropy, without_top_cov
+from grpo.extras.losses.choices import chosen_tokens, clip_cov, covariance, top_entropy, without_top_cov
 from grpo.system import distributed
 
 

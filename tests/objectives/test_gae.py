@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nan, tensor
 
+from grpo.extras.critic.gae import gae, value_loss, value_targets
 from grpo.objectives.advantage import reward_to_go
-from grpo.objectives.gae import gae, value_loss, value_targets
 
 V = tensor([[0.2, 0.4, 0.6]])
 ALL = torch.ones(1, 3, dtype=torch.bool)

@@ -10,20 +10,20 @@ import torch
 from conftest import ROOT, preset
 from torch import tensor
 
-from grpo.objectives import importance
+from grpo.extras.losses import importance
+from grpo.extras.losses.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
+from grpo.extras.losses.surrogates import cispo, sapo
+from grpo.extras.losses.turns import remax
 from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, no_baseline, reward_to_go, whiten
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import parameters
-from grpo.objectives.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
 from grpo.objectives.batch import Scores
 from grpo.objectives.checks import advice, check_algorithm
 from grpo.objectives.entropy import EntropyBonus, EntropyController
 from grpo.objectives.kl import k1, k2, k3
 from grpo.objectives.loss import clip, off_policy_keep, policy_log_ratio, reinforce, token_weights
 from grpo.objectives.shaping import overlong_penalty
-from grpo.objectives.surrogates import cispo, sapo
 from grpo.objectives.trial import even_batch
-from grpo.objectives.turns import remax
 from grpo.system.errors import UserError
 from grpo.training.meter import Means, note_loss
 
@@ -414,7 +414,7 @@ def test_a_resumed_coefficient_is_learned_or_set(then, now, alpha):
         (["algo.reduce=mean"], "algo.reduce=mean must be one of sequence, token, constant, sum or a function of yours"),
         (["algo.reduce=mine.py:weights"], "algo.reduce, the function 'mine.py:weights' cannot be imported: .* no file"),
         (
-            ["algo.reduce=grpo.objectives.surrogates.cispo"],
+            ["algo.reduce=grpo.extras.losses.surrogates.cispo"],
             r"algo.reduce \(cispo\) needs 'ratio'; available are only: mask",
         ),
         (["algo.level=json.dumps"], r"algo.level \(dumps\) needs 'obj'; available are only: log_ratio, mask"),

@@ -343,8 +343,8 @@ def test_divergences_are_trls(beta, temperature):
     from trl.experimental.gkd import GKDTrainer
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
-    from grpo.models.divergence import Distributions, divergences
-    from grpo.objectives.teaching import Teaching
+    from grpo.extras.teachers.divergence import Distributions, divergences
+    from grpo.extras.teachers.teaching import Teaching
 
     generator = torch.Generator().manual_seed(0)
     models = model_of("granite"), model_of("gemma3")  # logits / 8; a cap of 2
@@ -377,7 +377,7 @@ def test_divergences_are_trls(beta, temperature):
 def test_iw_opd_is_trls():
     from trl.experimental.iw_opd import IWOPDTrainer
 
-    from grpo.objectives.distillation import iw_opd
+    from grpo.extras.teachers.distillation import iw_opd
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5, 7, generator=generator, requires_grad=True)

@@ -22,14 +22,14 @@ from torch import Tensor, tensor
 
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, Trajectory
+from grpo.extras.losses.importance import truncated
+from grpo.extras.teachers.distillation import iw_opd, topd, vopd
+from grpo.extras.teachers.teaching import Teaching
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.checks import check_algorithm
-from grpo.objectives.distillation import iw_opd, topd, vopd
-from grpo.objectives.importance import truncated
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
-from grpo.objectives.teaching import Teaching
 from grpo.rollout.collate import collate
 from grpo.rollout.staleness import with_staleness
 from grpo.rollout.types import Sample

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
-from grpo.objectives.surrogates import bernoulli_kl, dppo, gmpo, kl_cov, kpop, topr, vespo
+from grpo.extras.losses.surrogates import bernoulli_kl, dppo, gmpo, kl_cov, kpop, topr, vespo
 
 close = torch.testing.assert_close
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import preset
 
-from grpo.objectives.distillation import iw_opd, topd, vopd
-from grpo.objectives.teaching import Teaching, coarse, forward, jsd, reverse, sampled
+from grpo.extras.teachers.distillation import iw_opd, topd, vopd
+from grpo.extras.teachers.server import Likeliest
+from grpo.extras.teachers.teaching import Teaching, coarse, forward, jsd, reverse, sampled
 from grpo.objectives.trial import random_batch
 from grpo.system.errors import UserError
-from grpo.teachers.server import Likeliest
 
 TEACHER = torch.tensor([0.75, 0.25]).log()
 

@@ -23,12 +23,12 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.extras.preflight.forecast import Sizes, forecast
+from grpo.extras.preflight.imagined import Live, after_a_step, bytes_of, in_the_cache, minibatch, optimizer_step_bytes
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
-from grpo.preflight.forecast import Sizes, forecast
-from grpo.preflight.imagined import Live, after_a_step, bytes_of, in_the_cache, minibatch, optimizer_step_bytes
 from grpo.system import memory
 from grpo.system.memory import storage_of
 from grpo.training.module import GRPOModule
@@ -374,7 +374,7 @@ def test_a_mixture_takes_what_was_foreseen(tmp_path, dtype, monkeypatch):
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
     run = Run(str(tmp_path), *SIZES["small"][0], f"model.dtype={dtype}", "optim.layout=padded")
     foreseen = run.forecast(30)
-    monkeypatch.setattr("grpo.preflight.imagined.by_groups", torch.ops.aten._grouped_mm.default)
+    monkeypatch.setattr("grpo.extras.preflight.imagined.by_groups", torch.ops.aten._grouped_mm.default)
     most, _ = really(run, 30)
     assert foreseen["activations"] + foreseen["logits"] == most > 0
     assert min(foreseen["weights"], foreseen["gradients"]) > MB and foreseen["sampling"] > 0

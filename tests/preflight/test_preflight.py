@@ -18,23 +18,23 @@ from tokenizers import Regex, decoders, normalizers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.apps.cli import one_line_errors
-from grpo.apps.demo_model import SHIPPED
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Completion
 from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.demo.demo_model import SHIPPED
+from grpo.extras.preflight import CHECKS, data, episodes, learning, sampling
+from grpo.extras.preflight import callback as preflight
+from grpo.extras.preflight import probe as probing
+from grpo.extras.preflight.allowance import Allowance
+from grpo.extras.preflight.forecast import Part
+from grpo.extras.preflight.plan import RunPlan, disk, duration, plan_of
+from grpo.extras.preflight.plan.disk import checkpoint_bytes
+from grpo.extras.preflight.probe import Probe
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.advantage import group_advantages
-from grpo.preflight import CHECKS, data, episodes, learning, sampling
-from grpo.preflight import callback as preflight
-from grpo.preflight import probe as probing
-from grpo.preflight.allowance import Allowance
-from grpo.preflight.forecast import Part
-from grpo.preflight.plan import RunPlan, disk, duration, plan_of
-from grpo.preflight.plan.disk import checkpoint_bytes
-from grpo.preflight.probe import Probe
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
 from grpo.runs.runs import Run

@@ -24,7 +24,7 @@ from tasks.agent import Agent
 
 def example_run(name: str, row: dict, tmp_path: Path, model: str, group_size: int = 2) -> list:
     """The samples of an example's program, by one of the demo's models."""
-    trained = Pretrained(str(ROOT / "grpo/apps/demo_models" / model))
+    trained = Pretrained(str(ROOT / "grpo/extras/demo/demo_models" / model))
     engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
     engine.load_weights(trained.model(), 0)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -20,9 +20,9 @@ from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
+from grpo.extras.ahead.chain import Chain
+from grpo.extras.ahead.order import ages_of
 from grpo.objectives.checks import check_algorithm
-from grpo.rollout.ahead.chain import Chain
-from grpo.rollout.ahead.order import ages_of
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.runs import Run

@@ -4,7 +4,7 @@ import pytest
 from conftest import REAL_DATA
 from helpers import programs
 
-from grpo.runs.plots import metrics
+from grpo.extras.report.run_plots import metrics
 from grpo.runs.runs import Run
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ from helpers.slots import Halves, Talk
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.env.messages import Message
-from grpo.rollout.ahead.check import one_by_one
-from grpo.rollout.ahead.pool import Flight, Pool
+from grpo.extras.ahead.check import one_by_one
+from grpo.extras.ahead.pool import Flight, Pool
+from grpo.extras.selection.selection import Dynamic
 from grpo.rollout.draw import Everything
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
-from grpo.rollout.selection import Dynamic
 from grpo.runs.runs import Run
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.seeds import TRAIN, derive_seed
@@ -135,7 +135,7 @@ def test_a_wait_names_whom_it_waits_for(run, monkeypatch):
 
     monkeypatch.setattr(Pool, "make", make)
     clocks = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
-    monkeypatch.setattr("grpo.rollout.ahead.pool.time", clocks)
+    monkeypatch.setattr("grpo.extras.ahead.pool.time", clocks)
     settings = f"rollout.ahead=1 max_turns=2 rollout.patience=1 {READY}"
     settings += " +callbacks.updates={_target_:test_pool.Updates,update:99}"
     line = (

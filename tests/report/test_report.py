@@ -16,13 +16,13 @@ import pandas as pd
 import pytest
 from conftest import EXAMPLES, compose_config
 
-from grpo.report import plain, write_report
-from grpo.report.changes import changed_problems
-from grpo.report.run import evenly, run_title
-from grpo.report.serve import index, serve
+from grpo.extras.report import plain, write_report
+from grpo.extras.report.callback import Report
+from grpo.extras.report.changes import changed_problems
+from grpo.extras.report.run import evenly, run_title
+from grpo.extras.report.serve import index, serve
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
-from grpo.training.callbacks.report import Report
 from train import train
 
 CHROMIUM = shutil.which("chromium")

@@ -8,9 +8,9 @@ from conftest import REAL_DATA
 from helpers.attempts import ATTEMPTS, CODE, confinable, graded, outcome, programs
 from helpers.rows import read
 
-from grpo.rewards.code.programs import assemble
-from grpo.rewards.math.answers import boxed
-from grpo.rewards.math.worked import copied, unworked
+from grpo.extras.grading.answers import boxed
+from grpo.extras.grading.worked import copied, unworked
+from grpo.extras.programs.programs import assemble
 
 real = pytest.mark.skipif(not (REAL_DATA / "mbpp_sanitized_30.jsonl").is_file(), reason="no real rows on this machine")
 

@@ -10,9 +10,9 @@ from helpers.attempts import confinable
 from helpers.episodes import said
 from helpers.rows import write
 
-from grpo.rewards.code.cases import Case, cases_of, same_output
-from grpo.rewards.code.programs import code_verdict
-from grpo.rewards.code.sandbox import ProgramLimits, run_program
+from grpo.extras.programs.cases import Case, cases_of, same_output
+from grpo.extras.programs.programs import code_verdict
+from grpo.extras.programs.sandbox import ProgramLimits, run_program
 from grpo.system.errors import UserError
 from tasks.code import Cases
 

@@ -21,14 +21,14 @@ from helpers.episodes import said
 from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from grpo.apps import profile_rewards
 from grpo.config.explain import explain
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.judges import profile as profile_rewards
+from grpo.extras.judges.reward_model import Classifier
 from grpo.rewards import functions
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rewards.resolve import locate
-from grpo.rewards.reward_model import Classifier
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Sample

@@ -7,13 +7,13 @@ import pytest
 from conftest import ROOT
 from helpers.attempts import confinable
 
-from grpo.rewards.code.elsewhere import run_by_command, run_in
-from grpo.rewards.code.programs import code_verdict
-from grpo.rewards.code.sandbox import ProgramLimits, UnitTests
+from grpo.extras.programs.elsewhere import run_by_command, run_in
+from grpo.extras.programs.programs import code_verdict
+from grpo.extras.programs.sandbox import ProgramLimits, UnitTests
 from grpo.system.errors import UserError
 from tasks.code import passes
 
-THERE = f"env -i -C / PYTHONPATH={ROOT} {sys.executable} -m grpo.rewards.code.elsewhere"
+THERE = f"env -i -C / PYTHONPATH={ROOT} {sys.executable} -m grpo.extras.programs.elsewhere"
 ROWS = {"test_list": [["assert double(4) == 8"]] * 3, "test_imports": [[]] * 3}
 ANSWERS = [f"```python\n{text}\n```" for text in ("def double(x): return 2 * x", "def double(x): return x", "1 +")]
 ODD = '{"ending": 3, "stdout": "", "stderr": "", "seconds": 0, "confinement": []}'
@@ -35,7 +35,7 @@ def test_a_program_ends_there_as_it_ends_here():
 def test_a_reward_names_the_place(tmp_path):
     """By a command, or by a function of the user's in the form of `run_program`."""
     (tmp_path / "mine.py").write_text(
-        "from grpo.rewards.code.sandbox import Result\n"
+        "from grpo.extras.programs.sandbox import Result\n"
         "def run(program, limits, unconfined, tests, stdin=None):\n"
         "    return Result('passed' if 'return x' in program else 'failed', '', '', 0.0, ())\n"
     )
@@ -46,7 +46,7 @@ def test_a_reward_names_the_place(tmp_path):
 @pytest.mark.parametrize(
     ("command", "line"),
     [
-        ("docker -H unix:///nowhere.sock exec -i none python -m grpo.rewards.code.elsewhere", "daemon"),
+        ("docker -H unix:///nowhere.sock exec -i none python -m grpo.extras.programs.elsewhere", "daemon"),
         ("nowhere --fast", "No such file or directory: 'nowhere'"),
         (f"{sys.executable} -c 'raise SystemExit(\"no\")'", "unstarted there: no$"),
         ("echo", "it answered nothing"),

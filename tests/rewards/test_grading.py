@@ -17,10 +17,10 @@ import pytest
 from conftest import EXAMPLES, REAL_DATA
 from helpers.rows import read
 
+from grpo.extras.grading.answers import clean, equal, extract_answer, sound
+from grpo.extras.grading.arithmetic import LARGE, same, value
+from grpo.extras.grading.grading import unreadable, verdict
 from grpo.rewards.functions import correct
-from grpo.rewards.math.answers import clean, equal, extract_answer, sound
-from grpo.rewards.math.arithmetic import LARGE, same, value
-from grpo.rewards.math.grading import unreadable, verdict
 from tasks.jsonl import Jsonl
 
 ENDLESS = "\\ln(10^{10^{10}})"  # sympy computes the whole power
@@ -224,7 +224,7 @@ def test_all_pairs_of_all_sorts():
 
 def test_numbers_are_compared_by_proof():
     """In this process, where a planted fault is seen."""
-    from grpo.rewards.math.algebra import by_algebra
+    from grpo.extras.grading.algebra import by_algebra
 
     equal_numbers = ["6^{10^9}", "2^{10^9}\\cdot 3^{10^9}"], ["\\sqrt{2}+\\sqrt{7}", "\\sqrt{9+2\\sqrt{14}}"]
     unlike = [

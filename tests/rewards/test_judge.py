@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from helpers.attempts import confinable
 
-from grpo.rewards.code import sandbox
-from grpo.rewards.code.judge import DEEPEST, Peer, Remote, decode, encode
-from grpo.rewards.code.programs import code_verdict, functions_of
-from grpo.rewards.code.sandbox import ProgramLimits, UnitTests, run_program
-from grpo.rewards.code.tricks import tricks
+from grpo.extras.programs import sandbox
+from grpo.extras.programs.judge import DEEPEST, Peer, Remote, decode, encode
+from grpo.extras.programs.programs import code_verdict, functions_of
+from grpo.extras.programs.sandbox import ProgramLimits, UnitTests, run_program
+from grpo.extras.programs.tricks import tricks
 from tasks.code import passes
 
 needs_sandbox = pytest.mark.skipif(not confinable(), reason="the platform cannot confine a program")

@@ -13,13 +13,13 @@ from conftest import compose_config
 from helpers.episodes import said
 from hydra.utils import instantiate
 
-from grpo.apps import profile_rewards
 from grpo.config.validation import check_values
 from grpo.env.messages import Message
-from grpo.evaluation.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
-from grpo.rewards import llm_judge
+from grpo.extras.judges import llm_judge
+from grpo.extras.judges import profile as profile_rewards
+from grpo.extras.judges.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
+from grpo.extras.judges.llm_judge import Judge, as_criteria, explicit_score, verdicts
 from grpo.rewards.combined import Rewards
-from grpo.rewards.llm_judge import Judge, as_criteria, explicit_score, verdicts
 from grpo.runs.health import Watch
 from grpo.system.errors import RewardError, UserError
 

@@ -17,9 +17,9 @@ from helpers.attempts import confinable
 from helpers.rows import read
 from helpers.time_limits import crowded
 
-from grpo.rewards.code import sandbox_child
-from grpo.rewards.code.programs import assemble, code_verdict, extract_continuation, extract_program
-from grpo.rewards.code.sandbox import ProgramLimits, UnitTests, run_program
+from grpo.extras.programs import sandbox_child
+from grpo.extras.programs.programs import assemble, code_verdict, extract_continuation, extract_program
+from grpo.extras.programs.sandbox import ProgramLimits, UnitTests, run_program
 from grpo.system.errors import UserError
 
 HUMANEVAL, MBPP = REAL_DATA / "humaneval_20.jsonl", REAL_DATA / "mbpp_sanitized_30.jsonl"
@@ -427,7 +427,7 @@ def test_eight_threads_at_once():
 
 def test_a_program_ends_with_its_parent(here):
     code = """
-from grpo.rewards.code.sandbox import ProgramLimits, run_program
+from grpo.extras.programs.sandbox import ProgramLimits, run_program
 run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
@@ -441,8 +441,8 @@ run_program("import time; time.sleep(600)", ProgramLimits(seconds=600))
 def test_without_landlock_a_program_runs_only_unconfined():
     """In a process whose kernel has no Landlock."""
     code = """
-from grpo.rewards.code import sandbox_child
-from grpo.rewards.code.sandbox import ProgramLimits, UnitTests, run_program
+from grpo.extras.programs import sandbox_child
+from grpo.extras.programs.sandbox import ProgramLimits, UnitTests, run_program
 from grpo.system.errors import UserError
 sandbox_child.checked("no_new_privs", sandbox_child.libc.prctl, 38, 1)
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x7FFF0000)]

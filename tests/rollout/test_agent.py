@@ -9,7 +9,6 @@ from conftest import EXAMPLES, compose_config
 from helpers.episodes import hop_queries
 
 from eval import evaluate
-from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
@@ -17,6 +16,7 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion
 from grpo.env.types import Reward, State
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.demo.demo_model import make_model, make_tokenizer
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate

@@ -2,7 +2,7 @@
 
 import random
 
-from grpo.rollout.ahead.order import Waiting, for_update
+from grpo.extras.ahead.order import Waiting, for_update
 
 
 def group(r: int, place: int, finished: bool = True, deadline: int | None = None) -> Waiting:

@@ -2,13 +2,13 @@
 
 from conftest import ROOT, seed
 
-from grpo.apps.demo_model import make_tokenizer
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer, rendered_prompt
 from grpo.env.tokens import Completion, Row, Turn, rows_of_turns
 from grpo.env.types import Action, State, Step
+from grpo.extras.demo.demo_model import make_tokenizer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
@@ -42,7 +42,7 @@ def test_the_latest_turn_that_a_conversation_continues_gives_its_ids():
 
 def test_other_environments_get_the_prompts_and_rows_that_they_had():
     """Their conversations continue the last turn, or none: the rule that looks at the last turn only agrees."""
-    trained = Pretrained(str(ROOT / "grpo/apps/demo_models/calculator"))
+    trained = Pretrained(str(ROOT / "grpo/extras/demo/demo_models/calculator"))
     engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
     engine.load_weights(trained.model(), 0)
     task = Calculator(test_size=4)

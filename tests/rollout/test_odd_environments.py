@@ -17,10 +17,10 @@ from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Reward, State
+from grpo.extras.selection.selection import Dynamic
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.samples_table import records
-from grpo.rollout.selection import Dynamic
 from grpo.rollout.types import Limits, Plan
 from grpo.system.calls import awaited
 from grpo.system.errors import RolloutError, UserError

@@ -9,8 +9,8 @@ import pytest
 from conftest import compose_config
 from hydra.utils import instantiate
 
-from grpo.data.samplers import Weighted
-from grpo.rollout.own_pieces import check_own, tried_sampler, tried_selection
+from grpo.extras.preflight.own_pieces import check_own, tried_sampler, tried_selection
+from grpo.extras.selection.samplers import Weighted
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 from grpo.system.progress import set_progress

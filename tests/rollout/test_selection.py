@@ -13,14 +13,14 @@ from torch import tensor
 from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.types import Reward
+from grpo.extras.losses.importance import truncated
+from grpo.extras.selection.selection import Dynamic, Fewer, Greedy, Replay, Screened
 from grpo.objectives.advantage import leave_one_out
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.importance import truncated
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import ENVIRONMENT
 from grpo.rollout.rollouts import Rollouts
-from grpo.rollout.selection import Dynamic, Fewer, Greedy, Replay, Screened
 from grpo.rollout.types import Plan
 from grpo.system.errors import RewardError, UserError
 from grpo.system.seeds import TRAIN, derive_seed

@@ -10,12 +10,12 @@ from conftest import preset
 import grpo
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, rows_of_turns
+from grpo.extras.sources.conversion import Conversion
+from grpo.extras.sources.file import Recorded
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.samples_table import replayable
-from grpo.rollout.source.conversion import Conversion
-from grpo.rollout.source.file import Recorded
 from grpo.system.errors import RolloutError, UserError
 
 ROW = {"ids": [1, 5, 6, 7, 8, 9, 10], "sampled": [0, 0, 1, 1, 0, 1, 1], "logprobs": [0, 0, -0.1, -0.2, 0, -0.3, -0.4]}

@@ -7,7 +7,7 @@ from conftest import EXAMPLES
 
 from grpo.env.messages import Message
 from grpo.env.types import Reward, SingleTurn
-from grpo.rollout.trial import try_task
+from grpo.extras.preflight.trial import try_task
 from grpo.system.errors import UserError
 from tasks.jsonl import Jsonl
 

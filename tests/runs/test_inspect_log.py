@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 
-from grpo.runs.inspect_log import inspect_log, write_inspect_log
+from grpo.extras.report.inspect_log import inspect_log, write_inspect_log
 from grpo.runs.runs import Run
 
 CONFIG = """

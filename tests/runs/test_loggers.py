@@ -16,8 +16,8 @@ from helpers.runs import VARIED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
+from grpo.extras.trackers.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep
 from grpo.runs.runs import Run
-from grpo.runs.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep
 from train import train
 
 pytestmark = pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="needs wandb and mlflow")
@@ -157,7 +157,7 @@ def wandb_run(folder: Path) -> tuple[dict[tuple[str, int], float], dict, dict]:
 
 
 def warnings(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "grpo.runs.trackers"]
+    return [record.getMessage() for record in caplog.records if record.name == "grpo.extras.trackers.trackers"]
 
 
 def test_a_run_goes_on_without_what_is_not_installed(smoke, tmp_path, caplog, monkeypatch):

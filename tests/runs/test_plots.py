@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from grpo.plots import main
+from grpo.extras.report.plots import main
 from grpo.system.errors import UserError
 
 
 def test_without_its_library_it_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "grpo.runs.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "grpo.extras.report.run_plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UserError, match=r"needs matplotlib \(.*\): pip install -e '.\[plot\]'"):
         main(["outputs"])

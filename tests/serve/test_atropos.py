@@ -20,10 +20,10 @@ from parity.run_api import Environment, RunApi, post
 
 import grpo
 from grpo.engines.protocol import Sampling
+from grpo.extras.serve.sources.atropos import Atropos, samples_of
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Plan
-from grpo.serve.sources.atropos import Atropos, samples_of
 from grpo.system.errors import RolloutError
 
 REAL = Path(os.environ.get("GRPO_TEST_ATROPOS", sys.prefix), "bin")
@@ -113,7 +113,7 @@ def test_a_restart_of_the_run_api_and_another_batch_size(parts, toy, caplog):
 
 def test_an_odd_group_starves_the_queue_and_a_dead_environment_ends_the_run(parts, toy, caplog, monkeypatch):
     api = RunApi()
-    monkeypatch.setattr("grpo.serve.sources.atropos.SEEN", 2)
+    monkeypatch.setattr("grpo.extras.serve.sources.atropos.SEEN", 2)
     with trainer(parts, toy, api, timeout=1.0) as (_, rollouts):
         with pytest.raises(
             RolloutError, match=r"no environment has sent or asked anything for 1 s \(0 groups wait at .* --openai"
@@ -124,7 +124,7 @@ def test_an_odd_group_starves_the_queue_and_a_dead_environment_ends_the_run(part
             rollouts.make(0)
         assert "8 groups wait at" in caplog.text and "every group_size must divide rollout.prompts" in caplog.text
     api.server.shutdown()
-    monkeypatch.setattr("grpo.serve.sources.atropos.START", 0.5)
+    monkeypatch.setattr("grpo.extras.serve.sources.atropos.START", 0.5)
     api.server.server_close()
     with trainer(parts, toy, api) as (_, rollouts), pytest.raises(RolloutError, match="Atropos API not reachable at"):
         rollouts.make(0)
@@ -142,7 +142,7 @@ def test_a_batch_that_cannot_be_read_is_one_line(parts, toy, monkeypatch):
 
 def test_a_run_api_that_gives_no_uuid(parts, toy, monkeypatch):
     api = RunApi()
-    monkeypatch.setattr("grpo.serve.sources.atropos.POLL", 0.01)
+    monkeypatch.setattr("grpo.extras.serve.sources.atropos.POLL", 0.01)
     monkeypatch.setattr(api, "answer", lambda path, body: (200, {"batch_size": -1}))
     with (
         trainer(parts, toy, api) as (_, rollouts),
@@ -229,7 +229,7 @@ def test_a_whole_run_with_the_stand_in(toy, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not (REAL / "run-api").is_file(), reason="needs atroposlib")
 def test_twenty_rollouts_with_the_real_run_api_learn_and_survive_a_kill(tmp_path):
-    api, port, tiny = free_port(), free_port(), ROOT / "grpo" / "apps" / "demo_models" / "wordmath"
+    api, port, tiny = free_port(), free_port(), ROOT / "grpo" / "extras" / "demo" / "demo_models" / "wordmath"
     folder, quiet = tmp_path / "run", {**os.environ, "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     started = partial(subprocess.Popen, cwd=ROOT, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     train = [

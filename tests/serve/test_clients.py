@@ -97,7 +97,9 @@ GUIDED = "chat: response_format json_schema"  # the built-in engine cannot; vLLM
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Client]:
-    with served(ROOT / "grpo" / "apps" / "demo_models" / "calculator", TransformersEngine, "secret") as client:
+    with served(
+        ROOT / "grpo" / "extras" / "demo" / "demo_models" / "calculator", TransformersEngine, "secret"
+    ) as client:
         client.ready()
         yield client
 

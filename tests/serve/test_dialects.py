@@ -7,10 +7,10 @@ import pytest
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, cut
 from grpo.env.tokens import Completion
-from grpo.serve.dialects import DIALECTS
-from grpo.serve.dialects.request import Answer, answered
-from grpo.serve.dialects.writing import sse, words_of
-from grpo.serve.sessions import check_request
+from grpo.extras.serve.dialects import DIALECTS
+from grpo.extras.serve.dialects.request import Answer, answered
+from grpo.extras.serve.dialects.writing import sse, words_of
+from grpo.extras.serve.sessions import check_request
 from grpo.system.errors import UserError
 
 CHAT, COMPLETIONS, RESPONSES, ANTHROPIC, TOKENS = DIALECTS.values()

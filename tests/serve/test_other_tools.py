@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import evaluate
-from grpo.runs.inspect_log import write_inspect_log
+from grpo.extras.report.inspect_log import write_inspect_log
 
 pytestmark = pytest.mark.slow
 FILES = ROOT / "examples" / "evaluations"

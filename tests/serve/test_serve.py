@@ -20,14 +20,14 @@ import torch
 from conftest import ROOT
 from helpers.serving import POISON, PROMPT, Client, line_of, served, until
 
-from grpo.apps.demo_model import make_model
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
+from grpo.extras.demo.demo_model import make_model
+from grpo.extras.judges.llm_judge import Judge
+from grpo.extras.serve.__main__ import main
+from grpo.extras.serve.batching import Batching
+from grpo.extras.serve.service import served_name
 from grpo.models.pretrained import Pretrained
-from grpo.rewards.llm_judge import Judge
-from grpo.serve.__main__ import main
-from grpo.serve.batching import Batching
-from grpo.serve.service import served_name
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
 from grpo.system.network.ports import check_port

@@ -14,13 +14,13 @@ from contextlib import suppress
 import pytest
 from helpers.serving import PROMPT, Client, Counting, line_of, served, until
 
-from grpo.apps.demo_model import make_model
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.renderer import TokenizerRenderer
+from grpo.extras.demo.demo_model import make_model
+from grpo.extras.serve.__main__ import main, secret_of
+from grpo.extras.serve.batching import Batching, SampleRequest
 from grpo.models.pretrained import Pretrained
-from grpo.serve.__main__ import main, secret_of
-from grpo.serve.batching import Batching, SampleRequest
 from grpo.system.errors import UserError
 
 LIMITS = {"body": 100_000, "prompt": 1000, "samples": 50, "tokens": 1000, "queue": 2}

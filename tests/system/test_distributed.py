@@ -13,6 +13,7 @@ from helpers.runs import rows
 from helpers.slots import Dice, Halves
 from transformers import AutoModelForCausalLM
 
+from grpo.extras.devices.strategy import check_devices
 from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system import distributed
@@ -20,7 +21,6 @@ from grpo.system.errors import UserError
 from grpo.training import checkpoints
 from grpo.training.callbacks import checkpoint
 from grpo.training.checkpoints import PlainCheckpoints
-from grpo.training.strategy import check_devices
 
 TURNS = "task._target_=test_distributed.Turns rollout.prompts=3 eval.every=0"
 CASES = {

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from grpo.serve.__main__ import device_of
+from grpo.extras.serve.__main__ import device_of
 from grpo.system import gpu
 from grpo.system.errors import UserError
 from grpo.system.gpu import driver_version, unused_gpu

@@ -16,10 +16,11 @@ import pytest
 from conftest import ROOT, TEST_PATH
 from helpers.slots import Varied
 
+from grpo.extras.devices import siblings
+from grpo.extras.devices.siblings import Siblings
 from grpo.runs.runs import Run
-from grpo.system import deadline, siblings
+from grpo.system import deadline
 from grpo.system.errors import LostRank, UserError
-from grpo.system.siblings import Siblings
 
 HOST = socket.gethostname()
 

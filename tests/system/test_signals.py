@@ -104,7 +104,7 @@ def test_a_server_that_does_not_answer_holds_nothing_up():
     """It accepts the connection, and the engine would wait an hour for its answer."""
     program = """
 import asyncio, socket
-from grpo.engines.vllm_server.http import RemoteServer
+from grpo.extras.vllm_server.http import RemoteServer
 silent, stop = socket.create_server(("127.0.0.1", 0)), Stop()
 server = RemoteServer(f"http://127.0.0.1:{silent.getsockname()[1]}", 3600, "")
 stop.listen()

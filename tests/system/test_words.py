@@ -1,6 +1,6 @@
 """Counts in sentences, and a line of a run that has one of everything."""
 
-from grpo.preflight.plan import RunPlan
+from grpo.extras.preflight.plan import RunPlan
 from grpo.system.output.words import plural
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.time_limits import crowded
 
-from grpo.rewards.math.grading import verdict
+from grpo.extras.grading.grading import verdict
 from grpo.system.workers import WorkerError, Workers
 
 LIMIT = 120.0  # seconds after which a test that waits fails

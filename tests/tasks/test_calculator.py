@@ -7,10 +7,10 @@ import re
 import pytest
 from helpers.episodes import played
 
-from grpo.apps.demo_model import make_tokenizer, texts
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tools import ToolError
+from grpo.extras.demo.demo_model import make_tokenizer, texts
 from tasks.calculator import LARGEST, Calculator, calculator, conversation, worked_answers
 from tasks.wordmath import Problem, draw, side
 

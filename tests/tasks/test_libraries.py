@@ -192,7 +192,7 @@ def test_an_agent_of_verifiers_plays_several_turns(tmp_path, monkeypatch):
     (tmp_path / "questions.py").write_text(text.replace("return []  # the rows come from the run", f"return {tasks}"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}/examples/agents", prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(ROOT / "examples/agents"))
-    trained = Pretrained(str(ROOT / "grpo/apps/demo_models/calculator"))
+    trained = Pretrained(str(ROOT / "grpo/extras/demo/demo_models/calculator"))
     engine, renderer = TransformersEngine(), TokenizerRenderer(trained.tokenizer())
     engine.load_weights(trained.model(), 0)
     task = task_of("task=verifiers", f"task.taskset={tmp_path}/questions.py:Questions", "task.agent={max_turns: 6}")

@@ -11,10 +11,10 @@ import pytest
 from conftest import ROOT, compose_config
 from hydra.utils import instantiate
 
-from grpo.env import mcp
 from grpo.env.messages import Message, ToolCall
 from grpo.env.tools import ToolEnv
 from grpo.env.types import Action
+from grpo.extras.tools import mcp
 from grpo.system.errors import UserError
 
 SERVER = f"{sys.executable} {ROOT}/tests/helpers/mcp_server.py"

@@ -6,10 +6,10 @@ import pytest
 from helpers.episodes import said
 from helpers.families import FAMILIES
 
-from grpo.apps.smollm2 import tool_template
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Action, Step, Trajectory
+from grpo.extras.demo.smollm2 import tool_template
 from grpo.rewards.functions import last_number
 from grpo.system.errors import UserError
 from tasks.sums import CalledSums, Sums

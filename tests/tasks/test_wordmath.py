@@ -6,10 +6,10 @@ import re
 import pytest
 from helpers.episodes import said
 
-from grpo.apps.demo_model import texts
 from grpo.env.messages import Message
 from grpo.env.types import Action
-from grpo.rewards.math.answers import extract_answer
+from grpo.extras.demo.demo_model import texts
+from grpo.extras.grading.answers import extract_answer
 from grpo.system.errors import UserError
 from tasks import wordmath
 from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side

@@ -18,12 +18,12 @@ from grpo.env.messages import Message
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
 from grpo.env.types import Action, State, Step, Trajectory
-from grpo.objectives.teaching import Imitation
+from grpo.extras.teachers.demonstrations import Beside, Demonstrations, demonstration_of
+from grpo.extras.teachers.kinds import Teacher
+from grpo.extras.teachers.teaching import Imitation
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Limits
 from grpo.system.errors import UserError
-from grpo.teachers.demonstrations import Beside, Demonstrations, demonstration_of
-from grpo.teachers.kinds import Teacher
 from tasks.calculator import Calculator
 from tasks.gsm8k import GSM8K
 from tasks.mixture import Mixture
@@ -38,7 +38,7 @@ SIGNAL = torch.tensor([[1.0, -1.0], [0.5, -0.5], [1.0, -1.0]])
 
 
 def tokenizer(template: str | None):
-    made = AutoTokenizer.from_pretrained(ROOT / "grpo/apps/demo_models/wordmath")
+    made = AutoTokenizer.from_pretrained(ROOT / "grpo/extras/demo/demo_models/wordmath")
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
     return made
@@ -47,7 +47,7 @@ def tokenizer(template: str | None):
 # -- a demonstration as tokens
 
 
-@pytest.mark.parametrize("folder", [ROOT / "grpo/apps/demo_models/wordmath", SMOLLM])
+@pytest.mark.parametrize("folder", [ROOT / "grpo/extras/demo/demo_models/wordmath", SMOLLM])
 def test_a_demonstration_has_the_tokens_of_the_chat_template(folder):
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there")
@@ -130,7 +130,7 @@ def test_long_ones_are_left_out_and_counted_once(parts, caplog):
 
 
 def test_calls_of_tools_are_played_for_real(toy):
-    folder = ROOT / "grpo/apps/demo_models/calculator"
+    folder = ROOT / "grpo/extras/demo/demo_models/calculator"
     task, renderer = Calculator(train_size=4, test_size=4), TokenizerRenderer(AutoTokenizer.from_pretrained(folder))
 
     class Nothing:

@@ -19,20 +19,20 @@ from helpers.ranks import Ranks
 from helpers.runs import rows, told
 from helpers.serving import served
 
-from grpo.apps.demo_model import make_model, make_tokenizer
 from grpo.config.early import check_early
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.engines.vllm_server.launch import free_ports
+from grpo.extras.demo.demo_model import make_model, make_tokenizer
+from grpo.extras.quantized.quantized import Quantized
+from grpo.extras.teachers.kinds import Model, Passes, Start, Teacher
+from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.server import Served
+from grpo.extras.teachers.several import Several
+from grpo.extras.teachers.teaching import Teaching, coarse
+from grpo.extras.vllm_server.launch import free_ports
 from grpo.models.pretrained import Pretrained
-from grpo.models.quantized import Quantized
 from grpo.objectives.batch import TokenBatch
-from grpo.objectives.teaching import Teaching, coarse
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
-from grpo.teachers.kinds import Model, Passes, Start, Teacher
-from grpo.teachers.module import Taught
-from grpo.teachers.server import Served
-from grpo.teachers.several import Several
 from train import train
 
 HEAT = 0.7

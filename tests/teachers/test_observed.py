@@ -12,18 +12,18 @@ from helpers.families import FAMILIES, real, spelled
 from helpers.learning import make_module
 from tokenizers import AddedToken
 
-from grpo.apps.demo_model import make_model
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer, rendered_prompt
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.demo.demo_model import make_model
+from grpo.extras.teachers.kinds import Teacher
+from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.observed import begin, observed
+from grpo.extras.teachers.teaching import Imitation
 from grpo.objectives.kl import KL
-from grpo.objectives.teaching import Imitation
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
-from grpo.teachers.kinds import Teacher
-from grpo.teachers.module import Taught
-from grpo.teachers.observed import begin, observed
 from grpo.training.batch import RolloutBatch
 
 CALL = Message("assistant", "", (ToolCall("add", {"a": 1, "b": 2}, "abcDEF123"),))

@@ -10,16 +10,16 @@ from conftest import compose_config
 from helpers.foreign_server import SCORES, Scorer, answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.apps.demo_model import SHIPPED
-from grpo.models.divergence import Distributions
+from grpo.extras.demo.demo_model import SHIPPED
+from grpo.extras.preflight import TAUGHT, data, learning
+from grpo.extras.preflight import callback as preflight
+from grpo.extras.preflight.probe import Checked, Probe
+from grpo.extras.teachers.demonstrations import Demonstrations
+from grpo.extras.teachers.divergence import Distributions
+from grpo.extras.teachers.server import Served
+from grpo.extras.teachers.teaching import Imitation, Teaching
 from grpo.models.pretrained import Pretrained
-from grpo.objectives.teaching import Imitation, Teaching
-from grpo.preflight import TAUGHT, data, learning
-from grpo.preflight import callback as preflight
-from grpo.preflight.probe import Checked, Probe
 from grpo.runs.runs import Run
-from grpo.teachers.demonstrations import Demonstrations
-from grpo.teachers.server import Served
 from train import train
 
 

@@ -12,10 +12,10 @@ from peft import LoraConfig
 
 from grpo.env.messages import Message
 from grpo.env.types import State, Trajectory
+from grpo.extras.teachers.privileged import Itself, written_after
+from grpo.extras.teachers.teaching import Teaching, jsd
 from grpo.models.policy import with_adapter
-from grpo.objectives.teaching import Teaching, jsd
 from grpo.system.errors import UserError
-from grpo.teachers.privileged import Itself, written_after
 
 PROMPT = "{question} ({context}?)"
 

@@ -13,15 +13,15 @@ from helpers.learning import GROUPS
 from helpers.runs import rows
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server import pool
-from grpo.engines.vllm_server.engine import VLLMServerEngine
+from grpo.extras.teachers.kinds import Passes
+from grpo.extras.teachers.server import Served
+from grpo.extras.teachers.teaching import Teaching
+from grpo.extras.vllm_server import pool
+from grpo.extras.vllm_server.engine import VLLMServerEngine
 from grpo.models.pretrained import Pretrained
-from grpo.objectives.teaching import Teaching
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
 from grpo.system.output import secrets
-from grpo.teachers.kinds import Passes
-from grpo.teachers.server import Served
 from train import train
 
 NUMBERS = Passes(1.0)

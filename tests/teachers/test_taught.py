@@ -11,13 +11,13 @@ from helpers.models import disturb
 from helpers.taught import learned, other_model, same, taught
 from peft import LoraConfig
 
+from grpo.extras.teachers.distillation import iw_opd, topd, vopd
+from grpo.extras.teachers.kinds import Start, Teacher
+from grpo.extras.teachers.teaching import forward, jsd, reverse
 from grpo.models import head
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
-from grpo.objectives.distillation import iw_opd, topd, vopd
-from grpo.objectives.teaching import forward, jsd, reverse
 from grpo.rollout.collate import collate
-from grpo.teachers.kinds import Start, Teacher
 
 DIVERGENCES = {
     "sampled": {},

@@ -29,9 +29,9 @@ from grpo.data.rows import fingerprint
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
+from grpo.extras.report import write_report
+from grpo.extras.report.run import accuracy_intervals
 from grpo.models.pretrained import Pretrained
-from grpo.report import write_report
-from grpo.report.run import accuracy_intervals
 from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
 from grpo.runs.runs import Run
@@ -153,7 +153,7 @@ def test_code_does_not_travel(tmp_path):
             "grpo.system.files.write_text",
             "collections.Counter",
             3,
-            "grpo.rewards.llm_judge.Judge",
+            "grpo.extras.judges.llm_judge.Judge",
         )
     ]
     attacks.append(

@@ -10,10 +10,10 @@ from helpers.learning import ADVANTAGES, GROUPS, actor_critic, episode, fresh, r
 from peft import LoraConfig
 from torch import tensor
 
-from grpo.models.critic import captured_hidden_states
+from grpo.extras.critic.gae import gae, value_loss
+from grpo.extras.critic.model import captured_hidden_states
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
-from grpo.objectives.gae import gae, value_loss
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
 

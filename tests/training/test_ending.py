@@ -161,7 +161,7 @@ class Held(Apart):
 @pytest.mark.parametrize(("ahead", "versions"), [(1, [1]), (3, [1, 2, 3])])
 def test_rollouts_that_wait_are_played_by_their_own_weights_after_a_stop(toy, tmp_path, monkeypatch, ahead, versions):
     """SIGTERM comes in the update after which `ahead` rollouts are issued and not played."""
-    monkeypatch.setattr("grpo.rollout.ahead.chain.STOPPING", 0.1)
+    monkeypatch.setattr("grpo.extras.ahead.chain.STOPPING", 0.1)
     more = f"""eval.every=0 rollout.num_rollouts=7 rollout.ahead={ahead} algo.old_policy=rollout algo.num_minibatches=1
         engine._target_=test_ending.Held""".split()
     Held.at = 0

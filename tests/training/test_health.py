@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import compose_config
 
-from grpo.apps.demo_model import SHIPPED
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
+from grpo.extras.demo.demo_model import SHIPPED
 from grpo.runs.health import warnings_of
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch

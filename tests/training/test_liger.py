@@ -8,9 +8,9 @@ import torch
 import transformers
 from helpers.models import SHAPE, model_of
 
+from grpo.extras.kernels import liger
+from grpo.extras.kernels.liger import is_installed, patched, takes_liger
 from grpo.system.errors import UserError
-from grpo.training.callbacks import liger
-from grpo.training.callbacks.liger import is_installed, patched, takes_liger
 
 
 @pytest.mark.parametrize(

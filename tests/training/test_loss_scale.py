@@ -9,8 +9,8 @@ from helpers.learning import ADVANTAGES, fresh, make_module, rollout
 from helpers.runs import learned, rows, state, told
 from torch import nn, tensor
 
+from grpo.extras.optimizers.loss_scale import LossScale, LossScaling
 from grpo.models.pretrained import Pretrained
-from grpo.training.loss_scale import LossScale, LossScaling
 from grpo.training.trainer import best_on_gpu
 
 

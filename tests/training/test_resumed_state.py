@@ -11,9 +11,9 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from grpo.data.samplers import Weighted
+from grpo.extras.selection.samplers import Weighted
+from grpo.extras.selection.selection import Fewer, Replay
 from grpo.rollout.draw import Everything
-from grpo.rollout.selection import Fewer, Replay
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 from grpo.system.states import everything, set_everything

@@ -7,7 +7,7 @@ import torch
 from conftest import EXAMPLES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.export import main
+from grpo.extras.export.export import main
 
 pytestmark = pytest.mark.vllm
 vllm = pytest.importorskip("vllm")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines.vllm_server import http, pool
-from grpo.engines.vllm_server.fleet import Fleet
-from grpo.engines.vllm_server.http import STARTS, RemoteServer
-from grpo.engines.vllm_server.sync import Disk
+from grpo.extras.vllm_server import http, pool
+from grpo.extras.vllm_server.fleet import Fleet
+from grpo.extras.vllm_server.http import STARTS, RemoteServer
+from grpo.extras.vllm_server.sync import Disk
 from grpo.system.errors import UserError
 
 

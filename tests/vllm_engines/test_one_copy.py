@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.lora import runner
-from grpo.engines.vllm.shared import VLLMSharedEngine, bind
-from grpo.engines.vllm_server.sync import adapter_tensors
+from grpo.extras.quantized.quantized import quantize
+from grpo.extras.shared_weights.shared import VLLMSharedEngine, bind
+from grpo.extras.vllm_server.sync import adapter_tensors
 from grpo.models.language import learning
 from grpo.models.policy import Reference
-from grpo.models.quantized import quantize
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm

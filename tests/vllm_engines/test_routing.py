@@ -1,6 +1,6 @@
 """Which server gets which request, without servers."""
 
-from grpo.engines.vllm_server.routing import BLOCK, Routes
+from grpo.extras.vllm_server.routing import BLOCK, Routes
 
 A, B, C = [1] * 5, [2] * 5, [3] * 5
 

@@ -8,14 +8,14 @@ from helpers.learning import GROUPS
 from helpers.models import CONTEXT, model_folder
 from transformers import AutoModelForCausalLM
 
-from grpo.engines.vllm_server.http import START, RemoteServer
-from grpo.engines.vllm_server.launch import Servers
+from grpo.extras.teachers.kinds import Passes
+from grpo.extras.teachers.server import Served
+from grpo.extras.teachers.teaching import Teaching, coarse
+from grpo.extras.vllm_server.http import START, RemoteServer
+from grpo.extras.vllm_server.launch import Servers
 from grpo.models.pretrained import Pretrained
-from grpo.objectives.teaching import Teaching, coarse
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
-from grpo.teachers.kinds import Passes
-from grpo.teachers.server import Served
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
-from grpo.engines.vllm_server import sync
-from grpo.engines.vllm_server.engine import VLLMServerEngine
-from grpo.engines.vllm_server.http import RemoteServer
-from grpo.engines.vllm_server.launch import Servers, free_ports
 from grpo.env.tokens import Completion
+from grpo.extras.vllm_server import sync
+from grpo.extras.vllm_server.engine import VLLMServerEngine
+from grpo.extras.vllm_server.http import RemoteServer
+from grpo.extras.vllm_server.launch import Servers, free_ports
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
@@ -426,7 +426,7 @@ def test_a_launched_server_that_is_killed_is_started_again(folder, model, tmp_pa
 
 def test_no_server_outlives_a_trainer_that_is_killed(folder, tmp_path):
     code = f"""if True:
-        from grpo.engines.vllm_server.launch import Servers
+        from grpo.extras.vllm_server.launch import Servers
         servers = Servers({folder!r}, logs={str(tmp_path)!r})
         servers.start_all()
         input()

@@ -14,7 +14,7 @@ from helpers.models import CONTEXT, PROMPTS, disturb, gap, model_folder
 from transformers import AutoModelForCausalLM
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server.engine import VLLMServerEngine
+from grpo.extras.vllm_server.engine import VLLMServerEngine
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")

@@ -12,8 +12,8 @@ import pytest
 from helpers.foreign_server import Foreign
 
 from grpo.engines.protocol import Sampling
-from grpo.engines.vllm_server import pool
-from grpo.engines.vllm_server.engine import VLLMServerEngine
+from grpo.extras.vllm_server import pool
+from grpo.extras.vllm_server.engine import VLLMServerEngine
 from grpo.system.errors import UserError
 
 PROMPTS = [[5]] * 12

@@ -10,7 +10,7 @@ from helpers.models import CONTEXT, disturb, gap, next_logits
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine, eos_token_ids
 from grpo.engines.weights import checkpoint
-from grpo.models.quantized import quantize
+from grpo.extras.quantized.quantized import quantize
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm

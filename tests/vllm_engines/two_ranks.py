@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from grpo.engines import weights
-from grpo.engines.vllm_server import sync
-from grpo.engines.vllm_server.engine import VLLMServerEngine
-from grpo.engines.vllm_server.http import RemoteServer
+from grpo.extras.vllm_server import sync
+from grpo.extras.vllm_server.engine import VLLMServerEngine
+from grpo.extras.vllm_server.http import RemoteServer
 
 rank, port, path, urls, folder, way, sharded, pid = sys.argv[1:]
 limit = timedelta(seconds=180)  # a rank that waits for the other in vain

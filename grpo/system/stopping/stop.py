@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from grpo.system import siblings
+from grpo.extras.devices import siblings
 from grpo.system.deadline import leave
 from grpo.system.errors import StopError, UserError
 from grpo.system.stopping.ear import EAR, Listener

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.engines.weights import checkpoint
 from grpo.evaluation.statistics import Estimate
-from grpo.runs.model_card import write_card
+from grpo.extras.export.model_card import write_card
 from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import RolloutError, StopError, UserError, error_line

@@ -5,7 +5,8 @@ from functools import partial
 
 import lightning as L
 
-from grpo.rollout.ahead.check import give_policy, load_ahead, rollouts_ahead
+from grpo.extras.ahead.check import give_policy, load_ahead, rollouts_ahead
+from grpo.extras.devices.strategy import check_devices
 from grpo.rollout.collate import collate
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
@@ -16,7 +17,6 @@ from grpo.system.progress import Progress
 from grpo.system.states import everything, set_everything, states_of
 from grpo.system.stopping.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
-from grpo.training.strategy import check_devices
 
 
 class RolloutCallback(L.Callback):

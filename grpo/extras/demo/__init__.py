@@ -1,0 +1,1 @@
+"""The models of the demo and of the README, and how a hub's are fetched beforehand. Door: `model`, `python -m grpo.prefetch`."""

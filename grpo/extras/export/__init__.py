@@ -1,0 +1,1 @@
+"""A policy as a folder of the hub, with a model card. Door: `python -m grpo.export`."""

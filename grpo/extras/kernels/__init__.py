@@ -1,0 +1,1 @@
+"""Faster kernels on a GPU: FlexAttention, compiled pieces, Liger. Door: `model.kernels`."""

@@ -1,0 +1,92 @@
+"""FlexAttention (arXiv 2412.05496) of a row that holds many sequences: which keys each query sees, by blocks, and the kernel.
+
+A query sees at most two intervals of keys: of its prompt, and of its own row. All plans and windows have this form, so that one
+compiled kernel serves them. A row is padded to whole blocks, so that few graphs are made.
+
+Shapes: T tokens in the row, n = T / BLOCK blocks, H heads, K key heads.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from grpo.extras.kernels.compiled import reason_of
+
+log = logging.getLogger(__name__)
+
+BLOCK = 128
+# dynamo takes sizes that are equal in its first call for the same: a number of blocks that is no number of heads, nor 1
+FEWEST = 5
+
+
+class FlexKernel:
+    """The attention function. Mutable: failed, why it is no longer used; empty as long as it works."""
+
+    def __init__(self) -> None:
+        self.failed = ""
+
+    @cached_property
+    def compiled(self) -> Callable[..., Tensor]:
+        """FlexAttention as kernels of a GPU. More graphs than torch allows are an error, not a slow kernel."""
+        return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
+    ) -> Tensor | None:
+        """Return the output, [1, H, T, D]; None if it fails, after a warning. query: [1, H, T, D]; key, value: [1, K, T, D]."""
+        function = self.compiled if query.is_cuda else flex_attention
+        try:
+            return function(query, key, value, block_mask=mask, scale=scale, enable_gqa=key.shape[1] != query.shape[1])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler may raise anything
+            self.fail(reason_of(error))
+            return None
+
+    def fail(self, reason: str) -> None:
+        """Use it no more in this process, and warn."""
+        self.failed = reason
+        log.warning("FlexAttention failed (%s): attention is computed by sdpa, which is slower on a GPU", reason)
+
+
+FLEX = FlexKernel()
+
+
+def padding(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Return how many tokens a row lacks to whole blocks, and to the fewest."""
+    tokens = sum(map(len, prompts)) + sum(len(row) for rows_of_prompt in rows for row in rows_of_prompt)
+    return max(-tokens % BLOCK, FEWEST * BLOCK - tokens)
+
+
+def blocks_of(seen: Tensor) -> BlockMask:
+    """Return the mask of these intervals. Its memory grows with T^2 / BLOCK.
+
+    seen: [4, T] int32, whole blocks: each query sees the keys in [seen[0], seen[1]) and those in [seen[2], seen[3]).
+    """
+    low, high, low_own, high_own = seen
+    joined = (low < high) & (high == low_own)  # two that touch are one, which may cover a block that neither covers
+    spans = ((low, high), (torch.where(joined, low, low_own), high_own))
+    first = torch.arange(0, len(low), BLOCK, dtype=low.dtype, device=low.device)
+    some = every = torch.zeros((), dtype=torch.bool, device=low.device)
+    for low, high in spans:
+        low, high = low[:, None], high[:, None]  # [T, 1], against the blocks' [n]
+        some = some | ((low < high) & (low < first + BLOCK) & (high > first))
+        every = every | ((low <= first) & (high >= first + BLOCK))
+    blocks = len(first)
+    some, every = some.view(blocks, BLOCK, blocks).any(1), every.view(blocks, BLOCK, blocks).all(1)  # [n, n]
+
+    def sees(_batch, _head, q, k):
+        return ((k >= seen[0, q]) & (k < seen[1, q])) | ((k >= seen[2, q]) & (k < seen[3, q]))
+
+    parts = (*in_order(some & ~every), *in_order(every))
+    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+def in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, [1, 1, n] int32, and which, first ones first, [1, 1, n, n]."""
+    counts, places = blocks.sum(-1), blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return counts[None, None].int(), places[None, None].int()

@@ -1,0 +1,1 @@
+"""Files that start runs on Slurm, containers and rented machines. Door: `python -m grpo.launch`."""

@@ -1,0 +1,1 @@
+"""More surrogates, advantages, corrections and choices of tokens. Door: an axis of conf/algo."""

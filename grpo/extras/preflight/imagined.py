@@ -1,0 +1,239 @@
+"""Passes and steps of tensors without memory (torch's FakeTensorMode), whose bytes are counted.
+
+So there is no table of models, optimizers or layouts to keep up to date. torch's MemTracker counts the same bytes, but it rounds
+them on a GPU and does not separate logits from other activations.
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
+from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
+from grpo.extras.critic.model import states_before
+from grpo.extras.teachers.divergence import Distributions, divergences
+from grpo.models.gradient_checkpointing import layers_of, recomputing
+from grpo.models.head import LOGITS_AT_ONCE, logits_at_once, token_values
+from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.packed_attention import Packed, attending
+from grpo.models.packing import microbatches
+from grpo.models.pretrained import Pretrained
+from grpo.objectives.batch import TokenBatch
+from grpo.rollout.types import Plan
+from grpo.system.errors import UserError
+from grpo.system.memory import storage_of
+
+log = logging.getLogger(__name__)
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # `known` logs it
+
+
+def known(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the measurement; None if a model or an optimizer needs values of tensors, which tensors without memory lack."""
+    try:
+        return measure(*arguments)
+    except UserError:
+        raise
+    except Exception as error:  # a model's code may raise anything
+        log.debug("forecast: %s", error)
+        return None
+
+
+@contextmanager
+def cut_as_on(device: str) -> Iterator[None]:
+    """Let the head cut its logits as it does on this device, since tensors without memory are the CPU's."""
+    before = LOGITS_AT_ONCE["cpu"]
+    LOGITS_AT_ONCE["cpu"] = logits_at_once(device)
+    try:
+        yield
+    finally:
+        LOGITS_AT_ONCE["cpu"] = before
+
+
+def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: Pretrained) -> L.LightningModule:
+    """Return a module of CPU tensors without memory, so that kernels are chosen as for real tensors."""
+    with torch.device("meta"):
+        module = make_module(pretrained.outline())
+        parts = [*module.modules()]
+        vars(module)["judge"] = teacher = teacher_of(module)  # asked once: tensors without memory cannot be moved again
+        parts = [*dict.fromkeys([*parts, *(teacher.modules() if teacher else ())])]
+    empty: dict[Tensor, Tensor] = {}  # by the tensor that it replaces: tied ones stay tied
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part in parts:
+            for name, x in [*part._parameters.items(), *part._buffers.items()]:
+                tensors = part._parameters if name in part._parameters else part._buffers
+                if x is not None and x not in empty:
+                    empty[x] = torch.empty_like(x, device="cpu")
+                    if tensors is part._parameters:
+                        empty[x] = nn.Parameter(empty[x], x.requires_grad)
+                tensors[name] = empty.get(x)
+    return module
+
+
+def with_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Give each parameter a gradient, and return the gradients."""
+    for p in (parameters := list(parameters)):
+        p.grad = torch.zeros_like(p)
+    return [p.grad for p in parameters]
+
+
+def after_a_step(optimizer: Optimizer) -> int:
+    """Make one step, and return the bytes of the optimizer's state after it."""
+    optimizer.step()
+    return bytes_of(tensor for state in optimizer.state.values() for tensor in state.values())
+
+
+def optimizer_step_bytes(optimizer: Optimizer, before: Iterable[Tensor]) -> int:
+    """Make a step after the first one, and return the peak bytes of its temporary tensors. before: parameters and gradients."""
+    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
+    with Live([*before, *state]) as live:
+        optimizer.step()
+    return live.most.total()
+
+
+def activation_bytes(
+    module: L.LightningModule, plan: Plan, prompt_tokens: int, before: Iterable[Tensor], layout: Layout
+) -> Counter[str]:
+    """Return the peak bytes of the longest microbatch, forward and backward. before: tensors that exist before it."""
+    policy, optim = module.policy, module.optim
+    batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // module.algorithm.num_minibatches)
+    batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
+    live = Live(before, policy.config.get_text_config().vocab_size)
+    below, again = body_below_the_critic(module), optim.gradient_checkpointing
+    with live, recomputing(policy, again), recomputing(below, again and below is not None):
+        outputs = [*outputs_of(module, batch, layout)]
+        if below is not None:
+            outputs.append(states_before(below, batch, layout))
+        sum(numbers.sum() for numbers in outputs).backward()
+    return live.most
+
+
+def teacher_of(module: L.LightningModule) -> nn.Module | None:
+    """Return the model of a teacher, if one computes in this process; None if it is elsewhere, or if there are several."""
+    if hasattr(module, "teacher") and module.algorithm.teacher.coef:
+        with suppress(NotImplementedError), module.teacher.model() as model:
+            return model
+    return None
+
+
+def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> Iterable[Tensor]:
+    """Return what an update computes of a microbatch with a gradient, after the teacher's pass, if there is one."""
+    policy, algorithm, heat = module.policy, module.algorithm, module.temperature
+    if teacher := vars(module)["judge"]:
+        with torch.no_grad():
+            theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
+    if not (teacher and algorithm.teacher.of_distributions):
+        return completion_logprobs(policy, batch, heat, algorithm.entropy.active, layout)
+    states, targets = states_before(policy.get_decoder(), batch, layout), batch.ids[:, batch.prompt_width :][batch.mask]
+    with torch.set_grad_enabled(bool(algorithm.policy_coef or algorithm.imitation.active)):
+        outputs = token_values(policy, states, targets, heat, algorithm.entropy.active)
+    ours = Distributions(policy, states[torch.arange(len(states))])  # an update picks those that are taught
+    return *outputs, divergences(ours, theirs, targets, heat, algorithm.teacher.of_words)
+
+
+def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:
+    """Return the model of a critic that has its own."""
+    return module.critic.model if hasattr(module, "critic") else None
+
+
+def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
+    """Return a batch of groups, [rows, longest prompt + longest completion]: every token counts."""
+    width = plan.sampling.max_tokens
+    group = torch.arange(rows) // plan.group_size
+    ids = group[:, None].expand(rows, prompt_tokens + width)  # a different prompt for each group
+    completion, logprobs = torch.ones(rows, width, dtype=torch.bool), torch.zeros(rows, width)
+    return TokenBatch(ids, torch.ones_like(ids), completion, logprobs, torch.arange(rows))
+
+
+def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:
+    """Return the bytes of a rollout's KV cache in the built-in engine, which stores a prompt once. bound: the cache's tokens."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = plan.prompts * (prompt_tokens + plan.group_size * plan.sampling.max_tokens)
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize * min(tokens, bound)
+
+
+@torch.no_grad()
+def in_sampling(
+    policy: nn.Module, dtype: torch.dtype, plan: Plan, prompt_tokens: int, before: Iterable[Tensor]
+) -> int | None:
+    """Return the peak bytes of the built-in engine besides its cache: it reads prompts, or draws a token for each row."""
+    vocabulary, rows = policy.config.get_text_config().vocab_size, plan.prompts * plan.group_size
+    count = max(1, min(plan.prompts, PREFILL_TOKENS // prompt_tokens))
+    prompts = Packed([[0] * prompt_tokens] * count, [[]] * count, torch.device("cpu"))
+    last = torch.arange(1, count + 1) * prompt_tokens - 1
+    with Live(before) as live:
+        with attending(policy):
+            policy(prompts.ids, position_ids=prompts.positions, plan=prompts, use_cache=False, logits_to_keep=last)
+        logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=dtype)
+        at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]
+        uniform = at_once.new_empty(len(at_once), dtype=torch.float64)
+        NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, 1.0, None)
+    return live.most.total()
+
+
+def in_a_layer(model: nn.Module) -> int:
+    """Return the bytes that sharding gathers at once: two layers, their gradients, and the rest."""
+    layers = [bytes_of(layer.parameters()) for layer in layers_of(model)]
+    return 4 * max(layers) + 2 * (bytes_of(model.parameters()) - sum(layers))
+
+
+def by_groups(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+    """Return an empty tensor of the shape of torch._grouped_mm(a, b, offsets), a product for each of E experts.
+
+    a, b: [E, M, K] and [E, K, N] give [E, M, N]. If one of them has two dimensions, with the rows of all experts, so has the
+    result. If both have, [M, R] and [R, N], the offsets, [E], cut R into experts, and the result is [E, M, N].
+    """
+    if a.ndim != b.ndim:
+        return a.new_empty(a.shape[-2], b.shape[-1])
+    experts = len(a) if a.ndim == 3 else len(offsets)
+    return a.new_empty(experts, a.shape[-2], b.shape[-1])
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the tensors; each storage counts once."""
+    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are created while it is active, as long as they exist; `most` is the highest count.
+
+    before: earlier tensors, which do not count. A tensor counts as logits if its last dimension is the vocabulary.
+    """
+
+    def __init__(self, before: Iterable[Tensor], vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.seen, self.vocabulary = {storage_of(tensor) for tensor in before}, vocabulary
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        grouped = function is torch.ops.aten._grouped_mm.default  # torch describes its result in bfloat16 only
+        result = (by_groups if grouped else function)(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := storage_of(tensor)) not in self.seen:
+                place = tensor.untyped_storage()
+                name = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
+                self.seen.add(key)
+                self.now[name] += place.nbytes()
+                weakref.finalize(place, self.forget, key, name, place.nbytes())
+        if self.now.total() > self.most.total():
+            self.most = self.now.copy()
+        return result
+
+    def forget(self, key: int, name: str, size: int) -> None:
+        """Subtract a storage that was freed."""
+        self.seen.discard(key)
+        self.now[name] -= size

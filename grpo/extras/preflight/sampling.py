@@ -1,0 +1,107 @@
+"""Checks of the engine: it reports the policy's log-probabilities, draws by them, and takes new weights."""
+
+import time
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+
+from grpo.extras.preflight.probe import Checked, Probe, judged, mean_gap
+from grpo.system.distributed import full, part_of
+from grpo.system.output.words import plural
+
+FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
+PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
+RARE = 1e-6  # a p-value below it is a fault, not chance
+ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
+
+
+def logprobs(probe: Probe) -> Checked:
+    """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
+    gap = mean_gap(probe.compared.rollout_logprobs, probe.passed[0], probe.compared)
+    text = f"mean gap {gap:.1e} nats over {plural(int(probe.compared.mask.sum()), 'token')}, bound {probe.bound:.1e}"
+    remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
+    return judged(gap <= probe.bound, text, remedy)
+
+
+def draws(probe: Probe) -> Checked:
+    """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place.
+
+    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
+    """
+    tokens, entropy, patience = probe.compared, probe.passed[1], min(PATIENCE, probe.allowance.left(1 / 5))
+    at_once = min(DRAWS, max(FIRST_DRAWS, probe.rollouts.plan.prompts * probe.rollouts.plan.group_size))
+    row, at = divmod(int(entropy.argmax()), entropy.shape[1])
+    prompt, completion = tokens.sequences()[row]
+    drawn, reported, begun = [], [], time.perf_counter()
+    with probe.rollouts.while_sampling():  # each device for itself, as often as it can
+        while len(drawn) < MOST_DRAWS:
+            spent = time.perf_counter() - begun
+            if drawn and spent >= patience:
+                break
+            fit = 1 + int(len(drawn) * (patience / spent - 1)) if drawn else FIRST_DRAWS
+            count = min(fit, at_once, MOST_DRAWS - len(drawn))
+            batch = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(drawn))
+            drawn += batch.ids[:, batch.prompt_width].tolist()
+            reported += batch.rollout_logprobs[:, 0].tolist()
+    ids, where, counts = np.unique(drawn, return_index=True, return_counts=True)
+    total = len(drawn)
+    observed, expected = bins(counts, np.exp(reported)[where])
+    if len(observed) < 2:
+        thin = f"no token of {len(ids)} is likely enough for {total} draws to tell"
+        return Checked("SKIP", thin if len(ids) > 1 else "the policy is certain everywhere: all draws are equal")
+    p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+    text = f"{total} draws among {len(ids)} tokens, p = {p_value:.2g}"
+    return judged(bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}")
+
+
+def bins(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the observed and the expected numbers of draws in each bin of the chi-square test, [bins] each.
+
+    counts, shares: how often each token was drawn, and the probability that the engine reports for it, [tokens] each. A token
+    that is expected five times or more has a bin of its own. The others share one, or join the largest if that expects fewer.
+    """
+    total = counts.sum()
+    often = shares * total >= 5
+    observed, expected = counts[often], shares[often] * total
+    others, expected_others = counts[~often].sum(), max(0.0, 1 - shares[often].sum()) * total
+    if expected_others >= 5:
+        return np.append(observed, others), np.append(expected, expected_others)
+    largest = observed.argmax()
+    observed[largest] += others
+    expected[largest] += expected_others
+    return observed, expected
+
+
+def sync(probe: Probe) -> Checked:
+    """New weights reach the engine, all kinds of them, and the old ones return: caches of prefixes are emptied."""
+    first = probe.rollouts.plan.num_rollouts + 1  # versions of no rollout: servers keep adapters by version
+    small = moved_by(probe, 0.3, first)
+    return small if small.result != "SKIP" else moved_by(probe, 3.0, first + 1)
+
+
+@torch.no_grad()
+def moved_by(probe: Probe, share: float, version: int) -> Checked:
+    """Return the verdict on moved weights: add noise to one parameter of each kind, compare, take it away, compare again.
+
+    share: size of the noise, as a share of the parameter's. version: of the moved weights.
+    """
+    bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
+    chosen, length = probe.one_of_each_kind(), probe.length_in(probe.allowance.left(1 / 8))
+    rng = torch.Generator().manual_seed(0)
+    with probe.kept(list(chosen.values())):
+        for p in chosen.values():
+            size = full(p).float().square().mean().sqrt().item() or 0.1
+            p.add_(part_of(share * size * torch.randn(p.shape, generator=rng).to(p.device, p.dtype), p))
+        probe.load(version)
+        moved = probe.sample(prompts, length)
+        new = probe.trainer(moved)[0]
+    old = probe.trainer(moved)[0]
+    again = probe.sample(prompts, length)
+    shift, gap = mean_gap(old, new, moved), mean_gap(moved.rollout_logprobs, new, moved)
+    restored = mean_gap(again.rollout_logprobs, probe.trainer(again)[0], again)
+    text = f"{len(chosen)} kinds of weights moved by {shift:.1e} nats: gap {gap:.1e}, restored {restored:.1e}"
+    if shift < 8 * bound and gap > shift / 4:
+        return Checked("SKIP", f"{text}; rounding hides a change of this size")
+    remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
+    return judged(max(gap, restored) <= 4 * bound, text, remedy)

@@ -1,0 +1,1 @@
+"""Which prompts come next, and which samples count. Doors: `sampler`, `selection`."""

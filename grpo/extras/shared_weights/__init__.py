@@ -1,0 +1,1 @@
+"""One copy of the weights for trainer and vLLM. Door: `engine=vllm_shared`."""

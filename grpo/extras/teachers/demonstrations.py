@@ -1,0 +1,197 @@
+"""Demonstrations: answers that the rows of a task have, in place of samples (selection=demonstrations) or beside them
+(teacher=rows); and which samples of others are worth imitating (selection=right)."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo.engines.protocol import Sampling
+from grpo.env.conversations import chat_message, messages_of
+from grpo.env.messages import Message
+from grpo.env.renderer import Renderer
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Example, State, Task
+from grpo.extras.selection.selection import Outer
+from grpo.extras.teachers.kinds import Teacher
+from grpo.objectives.batch import TokenBatch
+from grpo.rollout.collate import collate
+from grpo.rollout.draw import Draw, Everything, Selection
+from grpo.rollout.episodes import play
+from grpo.rollout.rollouts import Rollouts
+from grpo.rollout.types import Group, Limits, Sample
+from grpo.system.errors import UserError
+from grpo.training.batch import RolloutBatch
+
+log = logging.getLogger(__name__)
+
+
+def demonstration_of(task: Task | None, example: Example) -> list[Message]:
+    """Return the answer to learn from that an example has: messages of the policy, maybe with those of tools between them. [] if
+    it has none. A conversation gives its last messages, after the question."""
+    talk = getattr(task, "demonstration", lambda example: None)(example) or ()
+    if not isinstance(talk, str | list | tuple):
+        raise UserError(f"a demonstration is {talk!r}: it must be a text, or a list of messages")
+    if isinstance(talk, str):
+        return [Message("assistant", talk)] if talk.strip() else []
+    if talk and not isinstance(talk[0], Message):
+        talk = messages_of([chat_message(message) for message in talk])
+    return [*takewhile(lambda message: message.role in ("assistant", "tool"), reversed(talk))][::-1]
+
+
+def check_demonstrations(task: Task | None, looks: int = 100) -> None:
+    """Raise UserError for a task whose first training rows have no demonstration."""
+    rows = [] if task is None else task.examples("train")
+    if not any(demonstration_of(task, rows[i]) for i in range(min(looks, len(rows)))):
+        fix = "task.demonstration=COLUMN names a column of answers, of a dataset; a task of yours has a method `demonstration`"
+        raise UserError(f"{type(task).__name__}: the first training rows have no demonstration to learn from: {fix}")
+
+
+def completion(renderer: Renderer, message: Message) -> Completion:
+    """Return a message of a demonstration as a completion. Nobody sampled it: each token has the log-probability 0."""
+    ids = renderer.answer_ids(message)
+    return Completion(ids, (0.0,) * len(ids), "stop", temperature=1.0)
+
+
+def given_turns(state: State, messages: Sequence[Message], renderer: Renderer) -> tuple[Turn, ...]:
+    """Return a demonstration as turns, the first one in this state."""
+    turns: tuple[Turn, ...] = ()
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            talk = (*state.messages, *messages[:i])
+            prompt = tuple(renderer.prompt_ids(talk, state.tools, turns[-1].ids if turns else ()))
+            turns += (Turn(prompt, completion(renderer, message)),)
+    return turns
+
+
+@dataclass
+class Reciter:
+    """An engine whose samples are known: by the seed of each."""
+
+    context: int | None
+    known: Mapping[int, Completion]
+
+    def sample(self, prompts, sampling: Sampling, seeds: Sequence[int], done=None) -> list[Completion]:
+        return [self.known[seed] for seed in seeds]
+
+
+@dataclass
+class Demonstrations(Outer):
+    """The inner selection, whose groups are one demonstration each, played in the task's environment and graded by the task, in
+    place of samples. One that is longer than an answer may be is left out, and so is an example without one. Mutable: the log
+    says once how many."""
+
+    inner: Selection = field(default_factory=Everything)
+    logged: bool = False
+
+    def select(self, draw: Draw) -> list[Group]:
+        draw.rollouts, draw.size = replace(draw.rollouts, play=self.play), 1
+        return [group for group in self.inner.select(draw) if group]
+
+    def play(
+        self, task: Task, examples: Sequence[Example], size: int, engine, renderer, sampling, seed, limits: Limits
+    ) -> list[Group]:
+        """Play the demonstrations of examples; see `rollout.episodes.play`. An example that is left out has an empty group."""
+        known: dict[int, Completion] = {}
+        kept: dict[int, list[Completion]] = {}  # by the place of the example
+        for p, example in enumerate(examples):
+            messages = demonstration_of(task, example)
+            said = [completion(renderer, message) for message in messages if message.role == "assistant"]
+            if said and all(len(one.ids) <= sampling.max_tokens for one in said):
+                kept[p], end = said, replace(said[-1], ids=said[-1].ids[-1:], logprobs=(0.0,))  # if it is asked on
+                turns = enumerate([*said, *[end] * limits.max_turns])
+                known |= {seed(p, s, turn): one for turn, one in turns for s in range(size)}
+        line = left_out(len(kept), len(examples), sampling.max_tokens)
+        if not kept:
+            raise UserError(f"{line}: raise it, or take other rows")
+        if len(kept) < len(examples) and not self.logged:
+            log.warning("%s, and are left out", line)
+            self.logged = True
+        places, settings = [*kept], (Reciter(engine.context, known), renderer, sampling)
+        played = play(task, [examples[p] for p in kept], size, *settings, lambda p, *of: seed(places[p], *of), limits)
+        groups = {p: [first(one, kept[p]) for one in group] for p, group in zip(kept, played, strict=True)}
+        return [groups.get(p, []) for p in range(len(examples))]
+
+
+def left_out(kept: int, count: int, most: int) -> str:
+    """Return how many of the examples of a rollout have no demonstration that can be learned from. most: tokens of a message."""
+    return f"{count - kept} of {count} examples of a rollout have no demonstration of at most max_tokens={most}"
+
+
+def first(sample: Sample, said: Sequence[Completion]) -> Sample:
+    """Return a sample with the turns of a demonstration alone."""
+    turns = tuple(replace(turn, completion=one) for turn, one in zip(sample.turns, said, strict=False))
+    trajectory = replace(sample.trajectory, steps=sample.trajectory.steps[: len(said)])
+    return replace(sample, turns=turns, trajectory=trajectory)
+
+
+@dataclass
+class Right(Outer):
+    """The right samples of the inner selection's groups that no limit cut short: what is worth imitating of a teacher's samples
+    (source=file), or of the policy's own (rejection sampling, arXiv 2308.01825)."""
+
+    inner: Selection = field(default_factory=Everything)
+
+    def select(self, draw: Draw) -> list[Group]:
+        groups = self.inner.select(draw)
+        right = [[s for s in group if s.reward.correct and not s.trajectory.truncated] for group in groups]
+        if not any(right):
+            line = f"selection=right: rollout {draw.r + 1} has no sample that is right and complete"
+            raise UserError(f"{line}: raise rollout.prompts, or set selection=all")
+        return [group for group in right if group]
+
+
+class Beside(Teacher):
+    """No model, but the demonstration of each prompt of a rollout, in a row beside the samples (teacher=rows). The log says once
+    how many have none, or one that is longer than an answer may be."""
+
+    logged = False
+
+    def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
+        size, most = batch.scores.rewards.shape[1], rollouts.plan.sampling.max_tokens
+        shown: dict[int, Sample] = {}  # by the first sample of the group
+        places = [g * size for g in dict.fromkeys((tokens.sample // size).tolist())]
+        for place in places:
+            for sample in [one for one in batch.groups[place // size] if one.turns][:1]:
+                messages = demonstration_of(rollouts.task, sample.example)
+                turns = given_turns(sample.trajectory.steps[0].state, messages, rollouts.renderer)
+                if turns and all(len(turn.completion.ids) <= most for turn in turns):
+                    shown[place] = replace(sample, turns=turns)
+        if len(shown) < len(places) and not self.logged:
+            log.warning(
+                "%s: the policy learns from the samples of these alone", left_out(len(shown), len(places), most)
+            )
+            self.logged = True
+        if not shown:
+            return tokens, None
+        rows = collate([[sample] for sample in shown.values()], [*shown]).to(tokens.ids.device)
+        nothing = {"mask": torch.zeros_like(rows.mask), "turn": torch.full_like(rows.turn, -1)}
+        nothing |= {"given": torch.full_like(rows.given, torch.nan), "fresh": torch.zeros_like(rows.fresh)}
+        both = stacked(tokens, replace(rows, **nothing))
+        given = torch.zeros_like(both.mask)
+        given[len(tokens) :, : rows.completion_width] = rows.mask
+        return both, given
+
+
+def stacked(upper: TokenBatch, lower: TokenBatch) -> TokenBatch:
+    """Return the rows of both, as wide as the widest prompt and the widest completion. `lower` has all fields of `upper`, or they
+    are 0 there."""
+    prompt_width = max(upper.prompt_width, lower.prompt_width)
+    width, filled = max(upper.completion_width, lower.completion_width), {"turn": -1, "given": torch.nan}
+
+    def padded(batch: TokenBatch, name: str) -> Tensor:
+        value = getattr(batch, name)
+        if value is None:
+            flat = (other := getattr(upper, name)) is not None and other.dim() == 1
+            value = torch.zeros_like(batch.sample if flat else batch.rollout_logprobs)
+        left = prompt_width - batch.prompt_width if name in ("ids", "attention_mask") else 0
+        right = width - batch.completion_width
+        return value if value.dim() == 1 else pad(value, (left, right), value=filled.get(name, 0))
+
+    names = [f.name for f in fields(upper) if isinstance(getattr(upper, f.name), Tensor)]
+    names += ["temperature"] if upper.temperature is None else []
+    return replace(upper, **{name: torch.cat([padded(upper, name), padded(lower, name)]) for name in names})

@@ -1,0 +1,1 @@
+"""Tools: the forms in which model families write calls, parsers of calls, MCP servers. Door: `renderer`, `task.tools`."""

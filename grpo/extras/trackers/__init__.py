@@ -1,0 +1,1 @@
+"""TensorBoard, Weights & Biases, MLflow, trackio. Door: `logger`."""

@@ -1,0 +1,57 @@
+"""Modules that have moved keep their old names: a user's configuration, program or command that has one still works.
+
+moved.tsv has a line for each: the old name and the new one. `import OLD` gives the module that has the new name, and
+`python -m OLD` runs it; the log says the new name once.
+"""
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+
+log = logging.getLogger(__name__)
+COMMANDS = {
+    f"grpo.{name}" for name in ["export", "from_trl", "launch", "plots", "prefetch", "report", "rewards", "serve"]
+}
+"""Short names of programs, which stay: `python -m grpo.serve`."""
+
+
+class Moved:
+    """Finds modules by their old names: a finder of sys.meta_path, and the loader of what it finds."""
+
+    def __init__(self) -> None:
+        lines = Path(__file__).parents[1].joinpath("moved.tsv").read_text(encoding="utf-8").splitlines()
+        self.names: dict[str, str] = dict(line.split("\t") for line in lines)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.names:
+            return None
+        package = importlib.util.find_spec(self.names[name]).submodule_search_locations is not None
+        return ModuleSpec(name, self, is_package=package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = self.names[spec.name]
+        if spec.name not in COMMANDS:
+            log.warning("%s is %s now", spec.name, new)
+        module = importlib.import_module(new)
+        self.spec = module.__spec__  # the import system sets the old name's
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return the code of a program: what `python -m` runs."""
+        spec = importlib.util.find_spec(self.names[name])
+        return spec.loader.get_code(self.names[name])
+
+
+def keep_old_names() -> None:
+    if not any(isinstance(finder, Moved) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Moved())
