@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BASE = (
-    Path(__file__).parents[1] / "grpo" / "extras" / "demo" / "demo_models" / "wordmath"
-)  # a Llama of 1.3 million parameters
+BASE = Path(__file__).parents[1] / "grpo/extras/demo/demo_models/wordmath"  # a Llama of 1.3 million parameters
 QUESTIONS, GROUP, ROLLOUTS = 16, 8, 80  # a rollout is QUESTIONS x GROUP answers
 MAX_TOKENS = 40  # of an answer
 UPDATES = 1  # optimizer steps on each rollout

@@ -30,12 +30,14 @@ class Moved:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return what imports an old name, or None for another."""
         if name not in self.names:
             return None
         package = importlib.util.find_spec(self.names[name]).submodule_search_locations is not None
         return ModuleSpec(name, self, is_package=package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that has the new name."""
         new = self.names[spec.name]
         if spec.name not in COMMANDS:
             log.warning("%s is %s now", spec.name, new)
@@ -44,6 +46,7 @@ class Moved:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Do nothing more: the module has run under its new name."""
         module.__spec__ = self.spec
 
     def get_code(self, name: str) -> CodeType | None:
@@ -53,5 +56,6 @@ class Moved:
 
 
 def keep_old_names() -> None:
+    """Let the old names of moved.tsv be imported; called once, by `import grpo`."""
     if not any(isinstance(finder, Moved) for finder in sys.meta_path):
         sys.meta_path.insert(0, Moved())
