@@ -2,9 +2,9 @@
 every argument of its GRPOTrainer, has one row there, which has an answer.
 
     python benchmarks/from_trl.py            # prints what is wrong, and fails if there is anything
-    python benchmarks/from_trl.py --write    # adds open rows for new settings, removes lost ones, writes the tables
+    python benchmarks/from_trl.py --write    # adds open rows for new settings, removes lost ones
 
-The tables of docs/migration.md are made from that file, which `python -m grpo.from_trl` reads too.
+`python -m grpo.from_trl` reads that file, and its --table prints it.
 """
 
 import dataclasses
@@ -23,9 +23,7 @@ from grpo.extras.migration.from_trl import JINJA
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "grpo" / "extras" / "migration" / "from_trl.yaml"
-PAGE = ROOT / "docs" / "migration.md"
 OPEN = "?"  # the answer of a row that --write adds
-HEADER = "| TRL | here | remark |\n|---|---|---|\n"
 
 
 def settings() -> dict[str, dataclasses.Field]:
@@ -49,23 +47,6 @@ def version() -> str:
     import trl
 
     return trl.__version__.rpartition(".")[0]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as a table of Markdown."""
-
-    def marked(words: str) -> str:
-        return words if words in ("always", "none") else ", ".join(f"`{word}`" for word in words.split())
-
-    lines = (f"| {marked(row['trl'])} | {marked(row['here'])} | {row.get('remark', '')} |" for row in rows)
-    return HEADER + "".join(line.replace("|  |", "| |") + "\n" for line in lines)
-
-
-def page(data: dict[str, Any], text: str) -> str:
-    """Return the page with its three tables, of the fields, the others and the trainer's arguments, as the data has them."""
-    parts = re.split(re.escape(HEADER) + r"(?:\|.*\n)*", text)
-    tables = [table(data[name]) for name in ("fields", "others", "trainer")]
-    return parts[0] + "".join(made + after for made, after in zip(tables, parts[1:], strict=True))
 
 
 def read_by_rules(data: dict[str, Any]) -> set[str]:
@@ -121,7 +102,6 @@ def mended(text: str) -> str:
 if __name__ == "__main__":
     if "--write" in sys.argv:
         DATA.write_text(mended(DATA.read_text()))
-        PAGE.write_text(page(yaml.safe_load(DATA.read_text()), PAGE.read_text()))
     found = faults(yaml.safe_load(DATA.read_text()))
     print("\n".join(found) or f"every field of TRL {version()} has its row")
     sys.exit(bool(found))

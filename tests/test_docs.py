@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import yaml
 from conftest import ROOT, compose_config
-from helpers.documents import FENCE, PAGES, blocks, commands, composable
+from helpers.documents import FENCE, PAGES, anchors, blocks, commands, composable
 
 from grpo.config.composing import options
 from grpo.config.overview import help_text
@@ -106,13 +106,6 @@ def test_every_block_of_python_runs(page, tmp_path, monkeypatch):
         exec(compile(source, f"{page.name}: {source.splitlines()[0]}", "exec"), namespace)
     for source in blocks(page, "yaml"):
         assert yaml.safe_load(source), source
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of headings, as GitHub and the site make them."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.M)]
-    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 @BY_NAME

@@ -1,4 +1,4 @@
-"""docs/migration.md has the tables of from_trl.yaml and parity/commands.yaml, and keys that exist; grpo.from_trl works."""
+"""The tables of other systems are complete and name keys that exist; grpo.from_trl works; what docs/migration.md counts is so."""
 
 import dataclasses
 import re
@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import from_trl  # benchmarks/from_trl.py
@@ -13,20 +14,22 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from conftest import EXAMPLES, ROOT
+from helpers.documents import anchors
 from helpers.parity import COMMANDS, TABLE
-from helpers.project import faults, holds, table
+from helpers.project import faults, holds
 from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from grpo.extras.migration.foreign import printed, rows
 from grpo.extras.migration.from_trl import main, translated
 from grpo.extras.migration.trl_script import read_script
 from grpo.system.errors import UserError
 
 TEXT = from_trl.DATA.read_text()
 DATA = yaml.safe_load(TEXT)
-PAGE = from_trl.PAGE.read_text()
+PAGE = (ROOT / "docs" / "migration.md").read_text()
 CASES = yaml.safe_load((EXAMPLES / "from_trl.yaml").read_text())
-FLAGS = " ".join(flags for flags, *_ in table(from_trl.PAGE.name, "flag"))  # in backticks
+FLAGS = " ".join(row.theirs for row in rows() if row.header == "flag")  # in backticks
 # flags of systems that are not installed here
 KNOWN = """
     --model-name --batch-size --samples-per-prompt --max-steps --eval-on-start --eval-every-steps --eval-limit --run-dir
@@ -57,7 +60,22 @@ OLDER = """
 
 @pytest.mark.parametrize("header", ["flag", "TRL"])
 def test_the_keys_of_a_table_exist(header):
-    assert faults(from_trl.PAGE.name, header) == []
+    assert faults([row for row in rows() if row.header == header]) == []
+
+
+def test_the_command_prints_every_row_and_its_links_lead_somewhere(capsys):
+    main(["--table"])
+    text = capsys.readouterr().out
+    assert all(f"| {row.theirs} | {row.here} | {row.remark}".rstrip() in text for row in rows())
+    for page, anchor in re.findall(r"\]\(([\w.]+)#?([\w-]*)\)", text):
+        file = ROOT / "docs" / page
+        assert file.exists() and (not anchor or anchor in anchors(file)), f"{page}#{anchor}"
+    assert all(find_spec(program) for program in re.findall(r"`python -m ([\w.]+)", text))
+    assert "rollout.n" in printed(["verl"]) and "num_generations" not in printed(["verl"])
+    with pytest.raises(
+        UserError, match="there is no table of nobody; there are TRL, verl, OpenRLHF, rolo, Atropos, rl-max"
+    ):
+        main(["--table", "nobody"])
 
 
 def test_every_flag_has_a_line():
@@ -71,7 +89,7 @@ def test_every_flag_of_the_server_of_trl_has_a_line():
 
 def test_every_setting_of_trl_has_one_row_with_an_answer():
     pytest.importorskip("trl")
-    assert from_trl.faults(DATA) == [] and from_trl.mended(TEXT) == TEXT and from_trl.page(DATA, PAGE) == PAGE
+    assert from_trl.faults(DATA) == [] and from_trl.mended(TEXT) == TEXT
 
 
 def test_every_field_of_an_older_trl_has_a_row():
@@ -238,10 +256,10 @@ def test_rows_that_a_script_makes_go_into_a_file(tmp_path):
         assert fields == {"model_name_or_path": "m", "model_init_kwargs": {"dtype": "auto"}}
 
 
-@pytest.mark.parametrize("file", ["migration.md", "logging.md"])
-def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, file):
+@pytest.mark.parametrize("text", [printed(), (ROOT / "docs" / "logging.md").read_text()], ids=["tables", "logging"])
+def test_the_commands_that_publish_a_policy_work_up_to_the_network(tmp_path, text):
     """hf takes the arguments and the folder, which is a link, and then wants to reach the hub, which it may not here."""
-    lines = re.findall(r"hf upload [^`#\n]+", (ROOT / "docs" / file).read_text())
+    lines = re.findall(r"hf upload [^`#\n]+", text)
     assert lines
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "README.md").touch()
@@ -264,20 +282,15 @@ def exists(word: str) -> bool:
     return False
 
 
-def test_the_features_are_the_lines_of_the_table_and_what_they_name_exists():
-    lines = {rows: text for rows, text in TABLE["features"].items() if " | " in text}
-    wanted = {system: [] for system in "TRAMX"}
-    for rows, text in lines.items():
-        wanted[rows[0]].append(f"| {text} |\n")
-    found = re.findall(r"^\| feature \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.M)
-    assert found == ["".join(texts) for texts in wanted.values()]
+def test_what_the_features_name_exists():
+    lines = {names: text for names, text in TABLE["features"].items() if " | " in text}
     lost = []
-    for rows, text in lines.items():
+    for names, text in lines.items():
         for word in re.findall(r"`([^`]+)`", text.partition(" | ")[2]):
             keys = [word] if re.fullmatch(r"[a-z_]+(\.[a-zA-Z_]+)+", word) else []
             if re.fullmatch(r"[a-z_./]+=[\w./]+( [a-z_./]+=[\w./]+)*", word):
                 keys = word.split()
-            lost += [f"{rows}: {key}" for key in keys if not exists(key)]
+            lost += [f"{names}: {key}" for key in keys if not exists(key)]
     assert not lost
 
 
@@ -301,6 +314,6 @@ def test_every_feature_is_shown_in_one_way_and_the_page_counts_them():
     ways = Counter(row for rows in kinds.values() for row in rows)
     assert ways == Counter(" ".join(TABLE["features"]).split())
     assert Counter(row[0] for row in ways) == {"R": 27, "T": 39, "A": 46, "M": 21, "X": 8}
-    for kind, rows in kinds.items():
-        assert f"| {len(rows)} {kind} |" in PAGE, f"{len(rows)} rows {kind}"
+    for kind, names in kinds.items():
+        assert f"| {len(names)} {kind} |" in PAGE, f"{len(names)} rows {kind}"
     assert f"{len(ways)} features" in PAGE and f"| not here: {'; '.join(TABLE['open'].values())} |" in PAGE

@@ -2,7 +2,6 @@
 
 import sys
 
-import foreign  # benchmarks/foreign.py
 import pytest
 
 from grpo.apps.cli import parsed, remove_unused
@@ -38,10 +37,6 @@ KEYS = ["algo", "algo.kl", "algo.kl.coef", "optim", "optim.optimizer", "optim.op
 )
 def test_a_name_of_another_system_is_found_in_the_tables(name, line):
     assert line in known_elsewhere(name)
-
-
-def test_the_programs_read_what_the_page_says():
-    assert foreign.FILE.read_text() == foreign.written(foreign.PAGE.read_text()), "run python benchmarks/foreign.py"
 
 
 def test_what_no_table_has_is_unknown_and_arguments_of_python_are_their_own_table():

@@ -41,3 +41,10 @@ def composable(overrides: list[str]) -> list[str]:
         return one.value().start if one.is_interval_sweep() else next(one.sweep_string_iterator())
 
     return [f"{one.get_key_element()}={first(one)}" if one.is_sweep_override() else one.input_line for one in parsed]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of headings, as GitHub and the site make them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""Reads the project's own files: the imports of a module, and the tables that map settings of other systems to keys of ours."""
+"""Reads the project's own files: the imports of a module, and the keys that the tables of other systems name."""
 
 import ast
 import functools
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
+
+from grpo.extras.migration.foreign import Row
 
 CHOICES = {  # together they have the keys that the tables name
     "train": (
@@ -64,10 +66,10 @@ def holds(word: str) -> bool:
     return any(has(config, key) for config in configs())
 
 
-def faults(page: str, header: str) -> list[str]:
-    """Return the keys in the last two columns of a page's tables that do not exist, and refusals without a reason."""
+def faults(rows: list[Row]) -> list[str]:
+    """Return the keys in the last two columns of the rows that do not exist, and refusals without a reason."""
     found = []
-    for *_, here, remark in table(page, header):
+    for *_, here, remark in rows:
         found += [f"no reason: {remark}"] if here == "none" and len(remark) <= 10 else []
         words = re.findall(r"`([+~]?[\w./]+=[^`]*)`", remark)
         words += [] if here in ("always", "none") else re.findall(r"`([^`]+)`", here)

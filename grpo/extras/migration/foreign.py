@@ -1,17 +1,35 @@
-"""Names of settings in other systems, and what they are here. foreign.tsv has the tables of docs/migration.md, by
-benchmarks/foreign.py.
+"""Names of settings in other systems, and what they are here: `python -m grpo.from_trl --table` prints the tables.
 
-A key that does not exist is looked up here before a similar one is guessed.
+from_trl.yaml has the rows of TRL, foreign.tsv those of the other systems. A key that does not exist is looked up here before a
+similar one is guessed.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
-FILE = Path(__file__).with_name("foreign.tsv")
+import yaml
+
+from grpo.system.errors import UserError
+
+TRL, OTHERS = Path(__file__).with_name("from_trl.yaml"), Path(__file__).with_name("foreign.tsv")
 SETTINGS, ARGUMENTS = ("TRL", "flag"), ("argument",)  # headers of first columns: names of settings, arguments of Python
+IN_TICKS = re.compile(r"`([^`]+)`")
+
+
+class Row(NamedTuple):
+    """A row of a table, as Markdown. header: of the column `theirs`. here: keys, `none` or `always`."""
+
+    header: str
+    system: str
+    theirs: str
+    here: str
+    remark: str
 
 
 @dataclass(frozen=True)
@@ -33,14 +51,51 @@ class Foreign:
 
 
 @cache
+def rows() -> list[Row]:
+    """Return the rows of all tables: TRL's fields, those of older versions, arguments of its trainer; then the other systems."""
+    data = yaml.load(TRL.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    trl = [row for part in ("fields", "others", "trainer") for row in data[part]]
+    found = [Row("TRL", "TRL", ticked(row["trl"]), ticked(row["here"]), row.get("remark", "")) for row in trl]
+    return found + [Row(*line.split("\t")) for line in OTHERS.read_text(encoding="utf-8").splitlines()]
+
+
+def ticked(words: str) -> str:
+    """Return words of from_trl.yaml as Markdown."""
+    return words if words in ("always", "none") else ", ".join(f"`{word}`" for word in words.split())
+
+
+def named(row: Row) -> Iterator[Foreign]:
+    """Yield each setting in a row, as plain text. Several share all keys, unless there is one key for each."""
+    theirs, keys = IN_TICKS.findall(row.theirs), IN_TICKS.findall(row.here)
+    remark = re.sub(r"\[([^]]*)\]\([^)]*\)|`", lambda link: link[1] or "", row.remark).partition("; ")[0]
+    pairs = list(zip(theirs, keys, strict=True)) if len(theirs) == len(keys) else None
+    answer = " and ".join(keys) or row.here
+    for name, key in pairs or [(name, answer) for name in theirs]:
+        yield Foreign(row.system, name, key, remark)
+
+
+@cache
 def tables(headers: tuple[str, ...] = SETTINGS) -> Mapping[str, list[Foreign]]:
-    """Return the rows of the tables with these headers, by `plain_name` name."""
+    """Return the settings of the tables with these headers, by `plain_name` name."""
     found: dict[str, list[Foreign]] = defaultdict(list)
-    for line in FILE.read_text(encoding="utf-8").splitlines():
-        header, *row = line.split("\t")
-        if header in headers:
-            found[plain_name(row[1])].append(Foreign(*row))
+    for setting in (setting for row in rows() if row.header in headers for setting in named(row)):
+        found[plain_name(setting.name)].append(setting)
     return found
+
+
+def printed(systems: Sequence[str] = ()) -> str:
+    """Return the tables of these systems, or of all, as Markdown. Raises UserError for a system that has none."""
+    there = list(dict.fromkeys(row.system for row in rows()))
+    if unknown := {*systems} - {*there}:
+        raise UserError(f"there is no table of {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+    text = ""
+    wanted = [row for row in rows() if row.system in (systems or there)]
+    for system, of_system in groupby(sorted(wanted, key=lambda row: there.index(row.system)), lambda row: row.system):
+        text += f"## {system}\n\n"
+        for header, group in groupby(of_system, lambda row: row.header):
+            lines = (f"| {row.theirs} | {row.here} | {row.remark} |\n".replace("|  |", "| |") for row in group)
+            text += f"| {header} | here | remark |\n|---|---|---|\n{''.join(lines)}\n"
+    return text.rstrip("\n")
 
 
 def plain_name(name: str) -> str:
@@ -57,9 +112,9 @@ def known_elsewhere(name: str, headers: tuple[str, ...] = SETTINGS) -> str | Non
     name, table = plain_name(name), tables(headers)
     group, _, last = name.rpartition(".")
     short = [
-        row for rows in table.values() for row in rows if row.name.endswith(f".{last}")
+        each for settings in table.values() for each in settings if each.name.endswith(f".{last}")
     ]  # written without its section
     found = next((table[each] for each in (name, last, f"{group}.*") if each in table), short)
-    by_answer = {row.here: row for row in reversed(found)}  # systems that agree are one
-    lines = [row.line() for row in reversed(by_answer.values())]
-    return f"{'; '.join(lines[:2])}; docs/migration.md has all" if lines else None
+    by_answer = {each.here: each for each in reversed(found)}  # systems that agree are one
+    lines = [each.line() for each in reversed(by_answer.values())]
+    return f"{'; '.join(lines[:2])}; `python -m grpo.from_trl --table` prints all" if lines else None

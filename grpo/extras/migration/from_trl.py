@@ -2,6 +2,7 @@
 
     python -m grpo.from_trl CONFIG.yaml [FIELD=VALUE ...]
     python -m grpo.from_trl SCRIPT.py [FIELD=VALUE ...]
+    python -m grpo.from_trl --table [SYSTEM ...]    # settings of TRL, verl, OpenRLHF, ... and what each is here
 
 The command comes last. The lines before it begin with # and say what becomes of the fields that have no key here. More fields may
 follow the file, as num_processes=8. A script is read and not run; a line names each argument whose value its text does not show.
@@ -24,10 +25,11 @@ from omegaconf import OmegaConf
 from grpo.apps.cli import one_line_errors, quiet
 from grpo.config.composing import composed, literal
 from grpo.config.validation import check_values
+from grpo.extras.migration.foreign import TRL as DATA
+from grpo.extras.migration.foreign import printed
 from grpo.extras.migration.trl_script import Found, read_script
 from grpo.system.errors import UserError
 
-DATA = Path(__file__).with_name("from_trl.yaml")
 AFTER = "give num_processes=N after the file if there are several"
 WORD = re.compile(r"(?:'(?:\\.|[^'\\])*'|[^\s'])+")  # a space within quotes belongs to the word
 
@@ -138,6 +140,9 @@ def main(arguments: Sequence[str]) -> None:
     """Print remarks and the command. arguments: the file and further fields. Raises UserError for what does not compose."""
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(__doc__)
+        return
+    if arguments[0] == "--table":
+        print(printed(arguments[1:]))
         return
     data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     found = read_script(Path(arguments[0])) if arguments[0].endswith(".py") else None
