@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 # import path of the tests' modules, for subprocesses
-TEST_PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/")]))
+FOLDERS = [ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/"), *(ROOT / "tests" / "extras").glob("[a-z]*/")]
+TEST_PATH = os.pathsep.join(map(str, [ROOT, *FOLDERS]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 NIGHTLY = ROOT / "tests" / "nightly.txt"
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more

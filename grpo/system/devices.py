@@ -1,7 +1,7 @@
 """Copies from the host's memory to a device that the host does not wait for.
 
 Work is queued on a GPU and the host goes ahead, until it reads a result. An ordinary copy waits for all queued work, in both
-directions. See docs/performance.md, and tests/devices, which count the waits.
+directions. See docs/performance.md, and tests/training/test_waits.py, which counts the waits.
 """
 
 import torch

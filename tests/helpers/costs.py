@@ -19,11 +19,17 @@ from statistics import median
 import psutil
 import pytest
 
-# CPU seconds that the quick tests of a room may take on a machine whose `pace` is PACE. A feature pays for its tests' time
+# CPU seconds that the quick tests of a room (tests/X, tests/extras/X) may take on a machine whose `pace` is PACE.
+# A feature pays for its tests' time
 BUDGET = {
-    "preflight": 45, "training": 35, "programs": 45, "objectives": 35, "rollout": 25, "tests": 25, "config": 22, "apps": 20,
-    "serve": 18, "rewards": 20, "runs": 20, "report": 3, "tasks": 18, "models": 22, "engines": 15, "system": 14, "env": 10,
-    "evaluation": 10, "teachers": 30, "vllm_engines": 8, "data": 3, "devices": 12, "families": 5, "commands typed": 20,
+    "apps": 10, "config": 20, "data": 3, "engines": 15, "env": 4, "evaluation": 10, "families": 5, "models": 17, "objectives": 28,
+    "programs": 36, "rewards": 5, "rollout": 16, "runs": 4, "system": 12, "tasks": 16, "tests": 19, "training": 40,
+    "vllm_engines": 1, "commands typed": 20,
+    "extras/ahead": 8, "extras/critic": 4, "extras/demo": 6, "extras/devices": 2, "extras/export": 4, "extras/grading": 8,
+    "extras/judges": 2, "extras/kernels": 4, "extras/launch": 5, "extras/losses": 4, "extras/migration": 7,
+    "extras/optimizers": 3, "extras/preflight": 45, "extras/programs": 7, "extras/quantized": 2, "extras/report": 7,
+    "extras/selection": 3, "extras/serve": 18, "extras/shared_weights": 1, "extras/sources": 3, "extras/sweep": 3,
+    "extras/teachers": 32, "extras/tools": 7, "extras/trackers": 5, "extras/vllm_server": 7,
 }  # fmt: skip
 PACE = 0.0140
 NOISE = 1.5  # what the pace does not explain: the same tests took 1.6 times the CPU seconds elsewhere, at the same pace
@@ -101,11 +107,15 @@ def by_room() -> dict[str, Counter]:
     """Return the sums of each folder of tests/, and of the commands that helpers/programs.py forks for all of them."""
     rooms: dict[str, Counter] = defaultdict(Counter)
     for phase in PHASES:
-        parts = phase["test"].partition("::")[0].split("/")
-        rooms[parts[1] if len(parts) > 2 else "tests"].update({"tests": phase["when"] == "call", **numbers(phase)})
+        rooms[room(phase["test"])].update({"tests": phase["when"] == "call", **numbers(phase)})
     with suppress(psutil.Error, TypeError):  # there was no command
         rooms["commands typed"]["cpu"] = sum(psutil.Process(forkserver._forkserver._forkserver_pid).cpu_times()[:4])
     return rooms
+
+
+def room(test: str) -> str:
+    """Return the folder of a test: X of tests/X, extras/X of tests/extras/X, tests of tests itself."""
+    return "/".join(test.partition("::")[0].split("/")[1:-1]) or "tests"
 
 
 def numbers(phase: dict) -> dict[str, float]:

@@ -151,7 +151,7 @@ def gradient(toy, name: str, max_tokens: int, change=lambda tokens: tokens) -> d
 @pytest.mark.slow
 def test_an_update_is_the_same_however_it_is_cut(toy, name):
     if not preset(f"algo={name}", "max_tokens=7").policy_coef:
-        pytest.skip("it learns from texts or a teacher alone: tests/teachers/test_taught.py")
+        pytest.skip("it learns from texts or a teacher alone: tests/extras/teachers/test_taught.py")
     whole = gradient(toy, name, 1000)
     others = {
         "a row at a time": gradient(toy, name, 1),

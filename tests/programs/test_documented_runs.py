@@ -18,7 +18,7 @@ LEFT_OUT = {  # what is not run here, by its words
     r"debug=forecast|preflight=off|replay=|ckpt_path=|source=": "a run without a preflight",
     r"engine=vllm": "vLLM is in an environment of its own",
     r"trainer.devices=|llama8b_8gpus": "several devices",
-    r"task=agent|judge=": "programs and servers of others, which tests/programs/test_agent_examples.py starts",
+    r"task=agent|judge=": "programs and servers of others, which tests/extras/serve/test_agent_examples.py starts",
     r"quantization=4bit": "a GPU",
     r"[+]model.path.worked_answers": "a model that is trained first, for minutes",
     r"warm_start=": "a model that is trained first, for minutes",

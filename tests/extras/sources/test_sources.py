@@ -160,7 +160,7 @@ def recorded(toy, tmp_path_factory):
         "callbacks": ["samples"], "callbacks.samples.token_logprobs": True, "optimizer": {"lr": 1e-2}, "engine": "transformers",
     }  # fmt: skip
     folder = tmp_path_factory.mktemp("recorded") / "run"
-    more = {"task.rewards": ["tests/rollout/test_sources.py:early"], "eval": {"every": 0}}
+    more = {"task.rewards": ["tests/extras/sources/test_sources.py:early"], "eval": {"every": 0}}
     return grpo.train(str(toy), task="wordmath", output_dir=folder, **settings, **more), settings
 
 
