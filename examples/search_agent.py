@@ -8,8 +8,8 @@ import sys
 
 import grpo
 from grpo.env.messages import Message
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.extras.tools.env import ToolEnv
 
 COUNTRIES = {"Lima": "Peru", "Oslo": "Norway", "Cairo": "Egypt", "Quito": "Ecuador", "Hanoi": "Vietnam"}
 

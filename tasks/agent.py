@@ -18,11 +18,11 @@ from typing import Any
 
 from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
-from grpo.env.programs import program_variables
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
 from grpo.extras.serve.dialects.request import Answer, CompletionRequest, written_to
 from grpo.extras.serve.sessions import NoAnswer, sessions
+from grpo.extras.tools.programs import program_variables
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask

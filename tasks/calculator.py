@@ -18,9 +18,9 @@ from itertools import chain
 from typing import Annotated, Any
 
 from grpo.env.messages import Message, ToolCall, shown
-from grpo.env.tools import ToolEnv, ToolError, spec_of
 from grpo.env.types import Example, State, Trajectory
 from grpo.extras.grading.arithmetic import value
+from grpo.extras.tools.env import ToolEnv, ToolError, spec_of
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import with_answer

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from grpo.data.dataset import Dataset
 from grpo.data.rows import at
 from grpo.env import thoughts
-from grpo.env.conversations import chat_message, messages_of, text_in
 from grpo.env.messages import Message, shown
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Env, Example, Reward, Split, State
+from grpo.extras.tools.conversations import chat_message, messages_of, text_in
+from grpo.extras.tools.env import ToolEnv
 from grpo.extras.tools.tool_parsers import Malformed
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions, imported

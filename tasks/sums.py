@@ -12,8 +12,8 @@ from typing import Annotated
 
 from grpo.data.rows import side
 from grpo.env.messages import Message
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Example, Split, Trajectory
+from grpo.extras.tools.env import ToolEnv
 from grpo.rewards.combined import Weights
 from grpo.rewards.functions import last_number
 from grpo.rewards.resolve import Functions

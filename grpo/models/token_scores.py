@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from grpo.extras.kernels.compiled import Compiled
+from grpo.models.compiled import Compiled
 
 CACHED = 1 << 18  # logits that a CPU takes at a time: a megabyte in float32
 

@@ -13,10 +13,10 @@ from grpo.env.messages import Message, ToolCall, message_of
 from grpo.env.renderer import TokenizerRenderer, message_after, message_read
 from grpo.env.thoughts import after_thoughts
 from grpo.env.tokens import Completion
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.extras.programs.programs import code_verdict
 from grpo.extras.serve.dialects.request import CompletionRequest, answered
+from grpo.extras.tools.env import ToolEnv
 from grpo.extras.tools.tool_forms import message_of_text
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rollout.episodes import play

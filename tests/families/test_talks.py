@@ -7,8 +7,8 @@ from helpers.families import add, real
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Reward
+from grpo.extras.tools.env import ToolEnv
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 

@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.tools import spec_of
 from grpo.extras.demo.demo_model import make_tokenizer
+from grpo.extras.tools.env import spec_of
 
 
 def add(a: int, b: int) -> int:

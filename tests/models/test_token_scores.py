@@ -7,8 +7,8 @@ import torch
 from torch import tensor
 from torch._dynamo.utils import counters
 
-from grpo.extras.kernels.compiled import Compiled
 from grpo.models import head, token_scores
+from grpo.models.compiled import Compiled
 
 
 def random_logits(rows: int, words: int, size: float = 3.0) -> torch.Tensor:

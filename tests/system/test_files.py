@@ -6,8 +6,8 @@ import math
 import pytest
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Action
+from grpo.extras.tools.env import ToolEnv
 from grpo.rollout.samples_table import text
 from grpo.system.files import replacing, strict_json, write_json, write_text
 

@@ -9,8 +9,8 @@ from helpers.episodes import played
 
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
-from grpo.env.tools import ToolError
 from grpo.extras.demo.demo_model import make_tokenizer, texts
+from grpo.extras.tools.env import ToolError
 from tasks.calculator import LARGEST, Calculator, calculator, conversation, worked_answers
 from tasks.wordmath import Problem, draw, side
 

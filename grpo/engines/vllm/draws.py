@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from grpo.extras.kernels.compiled import Compiled
+from grpo.models.compiled import Compiled
 
 LOW = (1 << 32) - 1
 STEP = 4  # vLLM sets a generator back by so much for a token that it discards, as of a prompt read in pieces

@@ -1,1 +1,1 @@
-"""Faster kernels on a GPU: FlexAttention, compiled pieces, Liger. Door: `model.kernels`."""
+"""Faster kernels on a GPU: FlexAttention, Liger. Door: `model.kernels`; FlexAttention is a Kernel of models/packed_attention."""

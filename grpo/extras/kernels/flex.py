@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from grpo.extras.kernels.compiled import reason_of
+from grpo.models.compiled import reason_of
 
 log = logging.getLogger(__name__)
 

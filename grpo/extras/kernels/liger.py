@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo.extras.kernels.compiled import reason_of
 from grpo.models.adapted import without_adapter
+from grpo.models.compiled import reason_of
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import embedding_gradient, error_in, few_tokens, not_parallel
 from grpo.models.pretrained import Kernels

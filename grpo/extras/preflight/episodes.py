@@ -12,8 +12,8 @@ from grpo.env.renderer import message_read
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import EnvBuilder, SingleTurn, Step
-from grpo.env.white_space import loses_spaces
 from grpo.extras.preflight.probe import Checked, Probe, judged
+from grpo.extras.preflight.white_space import loses_spaces
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls, awaited

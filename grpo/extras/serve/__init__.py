@@ -11,3 +11,5 @@
 - refusals: errors in the client's form
 - metrics: numbers for Prometheus
 """
+
+NEEDS = ("tools",)  # which read calls, and conversations in JSON

@@ -2,3 +2,5 @@
 
 module.py has the update, `Taught`. kinds.py has the teachers: each is a choice of conf/teacher.
 """
+
+NEEDS = ("tools",)  # which read conversations in JSON

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo.engines.protocol import Sampling
-from grpo.env.conversations import chat_message, messages_of
 from grpo.env.messages import Message
 from grpo.env.renderer import Renderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Example, State, Task
 from grpo.extras.selection.selection import Outer
 from grpo.extras.teachers.kinds import Teacher
+from grpo.extras.tools.conversations import chat_message, messages_of
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.collate import collate
 from grpo.rollout.draw import Draw, Everything, Selection

@@ -1,1 +1,4 @@
-"""Tools: the forms in which model families write calls, parsers of calls, MCP servers. Door: `renderer`, `task.tools`."""
+"""Tools: their environment (env.py), the forms in which models write calls, parsers of calls, conversations in JSON, MCP servers.
+
+Door: `renderer`, `task.tools`.
+"""

@@ -18,8 +18,8 @@ from functools import cache
 from typing import Any
 
 from grpo.env.messages import ToolSpec
-from grpo.env.programs import program_variables
-from grpo.env.tools import ToolError
+from grpo.extras.tools.env import ToolError
+from grpo.extras.tools.programs import program_variables
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
-from grpo.engines.vllm.lora import runner
 from grpo.extras.quantized.quantized import quantize
+from grpo.extras.shared_weights.lora import runner
 from grpo.extras.shared_weights.shared import VLLMSharedEngine, bind
 from grpo.extras.vllm_server.sync import adapter_tensors
 from grpo.models.language import learning

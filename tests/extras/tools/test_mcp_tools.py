@@ -12,9 +12,9 @@ from conftest import ROOT, compose_config
 from hydra.utils import instantiate
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.tools import ToolEnv
 from grpo.env.types import Action
 from grpo.extras.tools import mcp
+from grpo.extras.tools.env import ToolEnv
 from grpo.system.errors import UserError
 
 SERVER = f"{sys.executable} {ROOT}/tests/helpers/mcp_server.py"

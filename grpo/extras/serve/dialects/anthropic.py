@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo.env.conversations import messages_of, text_in
 from grpo.env.messages import ToolCall, tool_of
 from grpo.extras.serve.dialects import writing
 from grpo.extras.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, offered_tools
+from grpo.extras.tools.conversations import messages_of, text_in
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip

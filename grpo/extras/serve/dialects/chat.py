@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
-from grpo.env.conversations import chat_message, messages_of
 from grpo.env.messages import ToolCall, tool_of
 from grpo.extras.serve.dialects import writing
 from grpo.extras.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, offered_tools
+from grpo.extras.tools.conversations import chat_message, messages_of
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 

@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo.env.conversations import call_written, messages_of, text_in
 from grpo.env.messages import shown, tool_of
 from grpo.extras.serve.dialects import writing
 from grpo.extras.serve.dialects.chat import chat_logprobs
 from grpo.extras.serve.dialects.request import Answer, CompletionRequest, Dialect, Fields, offered_tools
+from grpo.extras.tools.conversations import call_written, messages_of, text_in
 from grpo.system.errors import UserError
 from grpo.system.ranges import Whole
 

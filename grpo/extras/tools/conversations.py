@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any
 
 from grpo.env.messages import Message, ToolCall, message_of, shown
-from grpo.env.types import State
 from grpo.extras.tools.tool_parsers import call_in
 from grpo.system.errors import UserError
 
@@ -58,11 +57,3 @@ def call_written(function: Mapping[str, Any], call_id: Any) -> ToolCall:
     """Return the call that OpenAI's clients send back. Raises Malformed for arguments that are no JSON object."""
     fields = {"name": function["name"], "arguments": function.get("arguments") or {}, "id": call_id}
     return call_in(fields, "arguments")
-
-
-def observation(state: State) -> str:
-    """Return what is new to the policy in a state: the texts since its last message, or the prompt that stands for them."""
-    if state.prompt is not None:
-        return str(state.prompt)
-    new = takewhile(lambda message: message.role != "assistant", reversed(state.messages))
-    return "\n".join(message.content for message in reversed([*new]))
