@@ -1,8 +1,8 @@
-"""Write the table of docs/grading.md, what is equal to what, from the cases that the tests hold (tests/data/grading_rules.txt).
+"""Print what is equal to what, as tables: the cases that the tests hold (tests/data/grading_rules.txt).
 
     python benchmarks/grading_table.py
 
-It also grades the pairs of tests/data/grading_pairs.txt, like and unlike answers of all sorts, and prints how many are as wanted.
+It also grades the pairs of tests/data/grading_pairs.txt, like and unlike answers of all sorts, and counts those as wanted.
 
 A rule is a line `# Rule: what it says`, and the lines below it are its cases. A case is a right answer with answers that equal it
 (`~`) or do not (`≠`): `1/2 ~ 0.5 ~ .5 ≠ 2`.
@@ -18,8 +18,6 @@ from grpo.extras.grading.grading import verdict
 
 ROOT = Path(__file__).parents[1]
 CASES, PAIRS = (ROOT / f"tests/data/grading_{name}.txt" for name in ("rules", "pairs"))
-PAGE = ROOT / "docs/grading.md"
-BEGIN, END = "<!-- cases: python benchmarks/grading_table.py -->\n", "<!-- end of cases -->\n"
 
 
 def cases(file: Path = CASES) -> list[tuple[str, str, dict[str, list[str]]]]:
@@ -57,11 +55,10 @@ def _code(texts: list[str]) -> str:
 
 
 def main() -> None:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    print(table())
     for wanted, name in (("right", "like"), ("wrong", "unlike")):
         pairs = [(answer, gold) for _, gold, answers in cases(PAIRS) for answer in answers[wanted]]
         print(f"{len(pairs)} pairs of {name} answers, {wanted}:", sum(verdict(*pair) == wanted for pair in pairs))
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 import shutil
 import tomllib
@@ -125,9 +126,19 @@ def test_the_navigation_has_every_page():
         assert (ROOT / "docs" / name).exists() or name in ("index.md", "contributing.md", "changelog.md"), name
 
 
-def test_the_table_of_metrics_is_that_of_the_dictionary():
-    page = ROOT / "docs" / "algorithms.md"
-    assert metric_table() in page.read_text(), "python -m grpo.system.metrics prints the table"
+def test_the_reference_of_the_site_has_every_key_and_every_metric(monkeypatch):
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    pages = importlib.import_module("hooks").reference_pages()
+    keys = pages["reference/keys.md"]
+    for name in ("train", "eval", "serve"):
+        for key in compose_config("output_dir=.", name=name):
+            assert re.search(rf"^## {key}\b", keys, re.M), key
+    comments = [line for line in help_text("train", ["all"]).splitlines() if " # " in line]
+    assert len(comments) > 150 and all(line in keys for line in comments)
+    assert metric_table() in pages["reference/metrics.md"]
+    for page in pages:
+        assert f": {page}\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_every_public_name_has_a_docstring():

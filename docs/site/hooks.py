@@ -1,18 +1,29 @@
-"""Hooks of the site's build (mkdocs.yml): README as first page, API pages by room, source pages, formulas as MathML.
+"""Hooks of the site's build (mkdocs.yml): README as first page, API pages by room, source pages, formulas as MathML, and the
+reference, which shows what commands print: keys, metrics, settings of other systems, cases of grading.
 
 A page links to files of the repository as GitHub wants it. On the site such a link leads to the module's place in the API, or to
 a page that shows the file.
 """
 
+import ast
 import html
 import re
+import sys
 from pathlib import Path, PurePosixPath
 
+import yaml
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from grading_table import table as cases_table  # noqa: E402
+
+from grpo.config.help import described  # noqa: E402
+from grpo.extras.migration.foreign import printed  # noqa: E402
+from grpo.system.metrics import metric_table  # noqa: E402
+
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".md": "markdown"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
@@ -20,9 +31,13 @@ FENCED = re.compile(r"^```.*?^```", re.S | re.M)
 
 
 def rooms() -> dict[str, str]:
-    """Room -> its sentence in the map of grpo/__init__.py."""
+    """Folder below grpo/ -> its sentence: of a room, in the map of grpo/__init__.py; of others, in their own __init__.py."""
     text = (ROOT / "grpo" / "__init__.py").read_text(encoding="utf-8")
-    return dict(re.findall(r"^    ([a-z]+) {2,}(\S.*)$", text.partition("The core")[0], re.M))
+    found = dict(re.findall(r"^    ([a-z]+) {2,}(\S.*)$", text.partition("The appendices")[0], re.M))
+    for file in [ROOT / "grpo/apps/__init__.py", *sorted((ROOT / "grpo/extras").glob("*/__init__.py"))]:
+        sentence = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        found[str(file.parent.relative_to(ROOT / "grpo"))] = sentence.partition("\n\n")[0].replace("\n", " ")
+    return found
 
 
 def modules(folder: str) -> list[str]:
@@ -41,23 +56,72 @@ def api_pages() -> dict[str, str]:
     for room, sentence in pages.items():
         folder = room if room == "tasks" else f"grpo/{room}"
         blocks = "\n\n".join(f"::: {name}" for name in modules(folder))
-        texts[f"api/{room}.md"] = f"# {room}\n\n{sentence[0].upper()}{sentence[1:].rstrip('.')}.\n\n{blocks}\n"
-    rows = "\n".join(f"| [{room}]({room}.md) | {sentence} |" for room, sentence in pages.items())
-    texts["api/index.md"] = f"# API\n\nOne page for each room of the code.\n\n| room | contents |\n|---|---|\n{rows}\n"
+        texts[f"api/{PurePosixPath(room).name}.md"] = (
+            f"# {room}\n\n{sentence[0].upper()}{sentence[1:].rstrip('.')}.\n\n{blocks}\n"
+        )
+    rows = "\n".join(f"| [{room}]({PurePosixPath(room).name}.md) | {sentence} |" for room, sentence in pages.items())
+    texts["api/index.md"] = (
+        f"# API\n\nOne page for each room and each appendix of the code.\n\n| room | contents |\n|---|---|\n{rows}\n"
+    )
     return texts
+
+
+def key_blocks(program: str) -> dict[str, str]:
+    """Group or first part of a key -> what --help all prints about it."""
+    groups, _, keys = described(program).partition("The keys of this command line:\n\n")
+    blocks: dict[str, str] = {}
+    for block in [*groups.strip().split("\n\n")[1:], *re.split(r"\n(?=\S)", keys.strip())]:
+        name = re.split(r"[:\s]", block)[0]
+        blocks[name] = "\n\n".join(filter(None, [blocks.get(name), block]))
+    return blocks
+
+
+def keys_page() -> str:
+    """Every key, under a heading for each group. What eval.py and grpo.serve have from train.py comes once."""
+    text = "This is what `--help all` prints: each option (* is the default), each key with its default and meaning.\n"
+    known: dict[str, str] = {}
+    for config, program in (("train", ""), ("eval", " of eval.py"), ("serve", " of grpo.serve")):
+        blocks = key_blocks(config)
+        for name in (name for name in blocks if blocks[name] != known.get(name)):
+            text += f"\n## {name}{program}\n\n```text\n{blocks[name]}\n```\n"
+        known |= blocks
+    return text
+
+
+def systems_page() -> str:
+    """The tables of other systems, and the features that were compared."""
+    features = yaml.safe_load((ROOT / "tests/parity/commands.yaml").read_text(encoding="utf-8"))["features"].values()
+    lines = "".join(f"| {text} |\n" for text in features if " | " in text)
+    tables = re.sub(r"(?<=]\()(?=[a-z_]+\.md)", "../", printed())
+    text = f"`python -m grpo.from_trl --table` prints these tables; [more](../migration.md).\n\n{tables}\n\n"
+    return f"{text}## Features\n\n| feature | here |\n|---|---|\n{lines}"
+
+
+def reference_pages() -> dict[str, str]:
+    metrics = f"`python -m grpo.system.metrics` prints this table.\n\n{metric_table()}\n"
+    pages = {
+        "keys": ("Reference of keys", keys_page()),
+        "metrics": ("Reference of metrics", metrics),
+        "systems": ("Settings of TRL, verl, OpenRLHF, rolo, Atropos and rl-max", systems_page()),
+        "grading": (
+            "Which answers are equal",
+            f"The tests hold these cases; [the rules](../grading.md).\n\n{cases_table()}",
+        ),
+    }
+    return {f"reference/{name}.md": f"# {title}\n\n{text}" for name, (title, text) in pages.items()}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Puts the API pages into the navigation."""
     for entry in config.nav:
         if "API" in entry:
-            entry["API"] = ["api/index.md", *(f"api/{room}.md" for room in [*rooms(), "tasks"])]
+            entry["API"] = ["api/index.md", *(f"api/{PurePosixPath(room).name}.md" for room in [*rooms(), "tasks"])]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that no file in docs/ holds."""
-    texts = api_pages()
+    texts = api_pages() | reference_pages()
     for source, page in PAGES.items():
         texts[page] = (ROOT / source).read_text(encoding="utf-8")
     for name in linked():
@@ -91,14 +155,15 @@ def destination(name: str, anchor: str) -> str:
     if path.parts[0] == "docs":
         return str(path.relative_to("docs")) + anchor
     if path.suffix == ".py" and path.parts[0] == "grpo" and len(path.parts) > 2 and path.name != "__main__.py":
-        return f"api/{path.parts[1]}.md#{'.'.join(path.with_suffix('').parts).removesuffix('.__init__')}"
+        page = path.parts[2 if path.parts[1] == "extras" else 1]
+        return f"api/{page}.md#{'.'.join(path.with_suffix('').parts).removesuffix('.__init__')}"
     return f"source/{name}.md"
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:
     """Leads links to files of the repository to their place on the site."""
     uri = page.file.src_uri
-    if uri.startswith(("api/", "source/")):
+    if uri.startswith(("api/", "source/", "reference/")):
         return markdown
     at_root = uri in PAGES.values()
     folder = ROOT if at_root else ROOT / "docs"

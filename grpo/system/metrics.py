@@ -1,7 +1,6 @@
 """The dictionary of metrics: the meaning of each number, its unit, and its range in healthy runs.
 
-Everything that shows, watches or names a metric reads it here. `python -m grpo.system.metrics` prints the table of
-docs/algorithms.md.
+Everything that shows, watches or names a metric reads it here. `python -m grpo.system.metrics` prints the table.
 """
 
 import math
@@ -110,7 +109,7 @@ def require_metric(key: str, name: str, measured: Iterable[str] = ()) -> None:
         near = get_close_matches(name, same_kind or [metric.name for metric in METRICS], cutoff=0.3)
         similar = f"; similar: {', '.join(near)}" if near else ""
         whose = " of this run" if same_kind else ""
-        raise UserError(f"{key}={name} is no metric{whose}{similar}; docs/algorithms.md lists all")
+        raise UserError(f"{key}={name} is no metric{whose}{similar}; `python -m grpo.system.metrics` lists all")
 
 
 def is_taken(part: str) -> bool:
