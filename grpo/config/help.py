@@ -1,11 +1,13 @@
 """Writes the text of --help all: usage, the groups of conf/ with their options, and every key with its value.
 
 Each phrase of the text is a comment in conf/: for a group, beside its line in the defaults list of train.yaml (or of
-algo/grpo.yaml, for an axis of an algorithm); for an option, on the first line of its file; for a key, beside the key.
+algo/grpo.yaml, for an axis of an algorithm); for an option, at the top of its file; for a key, beside the key.
 """
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +120,14 @@ def lineage(file: Path) -> list[Path]:
 
 
 def first_line(file: Path) -> str:
-    """Return the first comment of a file, except a `# @package` line; "" for no comment."""
+    """Return the first comment of a file, except a `# @package` line, to the end of its sentence; "" for no comment."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("# @package")), "")
+    begun = dropwhile(lambda line: not line.startswith("#") or line.startswith("# @package"), lines)
+    comment = [line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), begun)]
+    if not comment or comment[0].endswith("."):
+        return comment[0] if comment else ""
+    end = re.compile(r"\.(?= |$)").search(text := " ".join(comment), len(comment[0]))
+    return text[: end.end()] if end else text
 
 
 def comments_of(file: Path) -> dict[str, str]:
