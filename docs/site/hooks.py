@@ -77,7 +77,7 @@ def key_blocks(program: str) -> dict[str, str]:
 
 
 def keys_page() -> str:
-    """Every key, under a heading for each group. What eval.py and grpo.serve have from train.py comes once."""
+    """Every key, under a heading for each group. Keys of train.py that eval.py and grpo.serve share come once."""
     text = "This is what `--help all` prints: each option (* is the default), each key with its default and meaning.\n"
     known: dict[str, str] = {}
     for config, program in (("train", ""), ("eval", " of eval.py"), ("serve", " of grpo.serve")):
