@@ -19,9 +19,8 @@ from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, quiet
 from grpo.config.composing import CONF, composed, literal, options
-from grpo.config.explain import explain, no_key
+from grpo.config.explain import explain, known_elsewhere, no_key
 from grpo.config.objects import placed
-from grpo.extras.migration.foreign import ARGUMENTS, SETTINGS, known_elsewhere
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from grpo.system.root import ROOT
@@ -187,7 +186,9 @@ def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfi
     """Return the configuration. Raises UserError if an object has a key that belongs to no group of it, as reward_funcs=f."""
     for key in objects.keys() - {"tokenizer"}:
         if key.partition(".")[0] not in config:
-            raise UserError(no_key(key, list(config), ARGUMENTS if known_elsewhere(key, ARGUMENTS) else SETTINGS))
+            raise UserError(
+                no_key(key, list(config), *(header for header in ["argument"] if known_elsewhere(key, header)))
+            )
     return config
 
 

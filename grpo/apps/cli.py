@@ -7,7 +7,7 @@ import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -20,9 +20,10 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.config.composing import composed
+from grpo.config.appendix import of_appendix
+from grpo.config.composing import composed, with_new_names
 from grpo.config.early import check_early, check_unused, without_grader
-from grpo.config.explain import chain, explain
+from grpo.config.explain import chain, explain, known_elsewhere
 from grpo.config.overruled import not_in_effect
 from grpo.config.resuming import (
     add_saved_overrides,
@@ -36,8 +37,6 @@ from grpo.config.resuming import (
 from grpo.config.trust import check_code
 from grpo.config.validation import check_values
 from grpo.env.types import Task
-from grpo.extras.migration.foreign import known_elsewhere
-from grpo.extras.sweep import sweep
 from grpo.system import witness
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
@@ -83,7 +82,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
         sys.argv[1:] = add_saved_overrides(sys.argv[1:])
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             sys.argv.append("hydra.output_subdir=null")  # the first process writes Hydra's record
-    with one_line_errors(config_name), sweep.reported():
+    with one_line_errors(config_name), of_appendix("sweep.sweep.reported", nullcontext)():
         arguments = parsed()
         if arguments.help:
             from grpo.config.overview import help_text
@@ -243,6 +242,7 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
     overrides: the arguments; None for those that Hydra has read. Returns the configuration, which is that of the resumed run
     with the command line on top; None if resume=auto names a run that has finished, or after replay.
     """
+    with_new_names(config)
     check_values(config)
     name = rank_variable()
     if not (rank := os.environ.get(name, "0")).isdecimal():

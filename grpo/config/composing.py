@@ -7,10 +7,12 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.hydra_speed import hasten
+from grpo.system.moved import new_name
 from grpo.system.root import ROOT
+from grpo.system.settings import flat
 
 hasten()
 
@@ -21,7 +23,16 @@ def composed(config_name: str, overrides: Sequence[str], return_hydra_config: bo
     """Return the configuration of a command line. overrides: its arguments. return_hydra_config: include the node `hydra`."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(config_name, overrides=list(overrides), return_hydra_config=return_hydra_config)
+        config = compose(config_name, overrides=list(overrides), return_hydra_config=return_hydra_config)
+        return with_new_names(config)
+
+
+def with_new_names(config: DictConfig) -> DictConfig:
+    """Replace the old names of what has moved, so that an object has one name for those who compare names."""
+    for key, value in flat(OmegaConf.to_container(config, resolve=False)).items():
+        if isinstance(value, str) and (new := new_name(value)) != value:
+            OmegaConf.update(config, key, new)
+    return config
 
 
 def options(group: str) -> list[str]:

@@ -9,10 +9,10 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo.config.appendix import of_appendix
 from grpo.config.composing import CONF, composed, literal
 from grpo.config.resuming import key_in
 from grpo.config.validation import needed, no_value
-from grpo.extras.migration.foreign import SETTINGS, known_elsewhere
 from grpo.system.errors import UserError, lacks_memory, one_line
 from grpo.system.files import FULL
 from grpo.system.settings import flat
@@ -92,7 +92,12 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     return None
 
 
-def no_key(key: str, keys: Sequence[str], headers: tuple[str, ...] = SETTINGS) -> str:
+def known_elsewhere(name: str, *headers: str) -> str | None:
+    """Return what a setting of another system is here, in one line; None if it is in no table with these headers."""
+    return of_appendix("migration.foreign.known_elsewhere", lambda *_: None)(name, *filter(None, [headers]))
+
+
+def no_key(key: str, keys: Sequence[str], *headers: str) -> str:
     """Return the line about a key that does not exist. keys: all that do. headers: the tables of other systems to look into.
 
     A name of another system is looked up before a similar key is guessed, but a key of ours with just that name wins.
@@ -102,7 +107,7 @@ def no_key(key: str, keys: Sequence[str], headers: tuple[str, ...] = SETTINGS) -
     parent, _, last = key.rpartition(".")
     near = RENAMED.get(key.removesuffix("._target_"))
     is_ours = any(name.rpartition(".")[2] == last for name in keys)
-    if near is None and not is_ours and (elsewhere := known_elsewhere(key, headers)):
+    if near is None and not is_ours and (elsewhere := known_elsewhere(key, *headers)):
         return f"there is no key {key!r}; {elsewhere}"
     below = [name.removeprefix(f"{parent}.") for name in keys if name.rpartition(".")[0] == parent]
     listed = ", ".join(name for name in below if not name.startswith("_"))

@@ -18,6 +18,7 @@ from grpo.data.rows import fingerprint
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import write_text
+from grpo.system.moved import new_name
 from grpo.system.output.secrets import MASK, masked_values
 from grpo.system.settings import flat
 
@@ -40,16 +41,7 @@ NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is co
 )
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
-MOVED = {  # what an earlier version has written
-    "_target_: grpo.apps.api.given": "_target_: grpo.config.objects.given",
-    "_target_: grpo.apps.api.model_given": "_target_: grpo.config.objects.model_given",
-    "_target_: grpo.apps.sources.": "_target_: grpo.extras.serve.sources.",
-    "_target_: grpo.rewards.judge.": "_target_: grpo.extras.judges.llm_judge.",
-    "_target_: tasks.gym.": "_target_: tasks.libraries.gym.",
-    "_target_: tasks.skyrl_gym.": "_target_: tasks.libraries.skyrl_gym.",
-    "_target_: tasks.verifiers.": "_target_: tasks.libraries.verifiers.",
-    " tasks.reasoning_gym.": " tasks.libraries.reasoning_gym.",
-}
+NAME = re.compile(r"\b(?:grpo|tasks)(?:\.\w+)+")  # of a module, or of what is in it
 MISSING = object()
 
 
@@ -224,9 +216,7 @@ def saved_config(folder: Path) -> DictConfig:
     file = next(file for file in (folder / LATER, folder / "config.yaml") if file.is_file() or file.name != LATER)
     try:
         text = file.read_text(encoding="utf-8")
-        for before, now in MOVED.items():
-            text = text.replace(before, now)
-        config = OmegaConf.create(text)
+        config = OmegaConf.create(NAME.sub(lambda match: new_name(match[0]), text))
         config = config[-1].config if file.name == LATER else config
         reason = ""
     except Exception as error:  # a parser may raise anything

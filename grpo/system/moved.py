@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -23,22 +24,18 @@ COMMANDS = {
 class Moved:
     """Finds modules by their old names: a finder of sys.meta_path, and the loader of what it finds."""
 
-    def __init__(self) -> None:
-        lines = Path(__file__).parents[1].joinpath("moved.tsv").read_text(encoding="utf-8").splitlines()
-        self.names: dict[str, str] = dict(line.split("\t") for line in lines)
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what imports an old name, or None for another."""
-        if name not in self.names:
+        if name not in new_names():
             return None
-        package = importlib.util.find_spec(self.names[name]).submodule_search_locations is not None
+        package = importlib.util.find_spec(new_names()[name]).submodule_search_locations is not None
         return ModuleSpec(name, self, is_package=package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module that has the new name."""
-        new = self.names[spec.name]
+        new = new_names()[spec.name]
         if spec.name not in COMMANDS:
             log.warning("%s is %s now", spec.name, new)
         module = importlib.import_module(new)
@@ -51,8 +48,24 @@ class Moved:
 
     def get_code(self, name: str) -> CodeType | None:
         """Return the code of a program: what `python -m` runs."""
-        spec = importlib.util.find_spec(self.names[name])
-        return spec.loader.get_code(self.names[name])
+        spec = importlib.util.find_spec(new_names()[name])
+        return spec.loader.get_code(new_names()[name])
+
+
+@cache
+def new_names() -> dict[str, str]:
+    """Return the lines of moved.tsv."""
+    lines = Path(__file__).parents[1].joinpath("moved.tsv").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("\t") for line in lines)
+
+
+def new_name(name: str) -> str:
+    """Return the dotted name that something has now: a module, or what is in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        if new := new_names().get(".".join(parts[:end])):
+            return ".".join([new, *parts[end:]])
+    return name
 
 
 def keep_old_names() -> None:

@@ -1,1 +1,4 @@
 """Files that start runs on Slurm, containers and rented machines. Door: `python -m grpo.launch`."""
+
+PROGRAMS = ("launch",)
+NEEDS = ("vllm_server",)

@@ -12,4 +12,4 @@
 - metrics: numbers for Prometheus
 """
 
-NEEDS = ("tools",)  # which read calls, and conversations in JSON
+NEEDS = ("sources", "tools")  # samples of others become groups; calls and conversations in JSON are read

@@ -1,1 +1,3 @@
-"""Runs sweeps: a process for each job."""
+"""Runs sweeps: a process for each job. Door: `python train.py -m`."""
+
+PROGRAMS = ("jobs", "arms")
