@@ -20,9 +20,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     """Train; return the last held-out accuracy and the policy. Cheap objects first: mistakes show before a model is loaded."""
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
 
-    from grpo.apps.engines import engine_of
+    from grpo.apps.engines import ahead_of, engine_of
     from grpo.apps.rows import with_rows
-    from grpo.extras.devices.strategy import shards
     from grpo.extras.kernels.callback import KernelsCallback
     from grpo.extras.preflight.callback import PreflightCallback
     from grpo.extras.preflight.forecast import Sizes, forecast
@@ -34,10 +33,9 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.system.stopping.stop import Stop
     from grpo.training.callbacks.ending import Ending
     from grpo.training.callbacks.evaluation import EvaluationCallback
-    from grpo.training.callbacks.recorder import Recorder
+    from grpo.training.callbacks.measure import Measure, Recorder
     from grpo.training.callbacks.rollout import RolloutCallback
-    from grpo.training.callbacks.timing import Timing
-    from grpo.training.callbacks.token_counts import Tokens
+    from grpo.training.trainer import shards
 
     quiet()  # again, because importing lightning sets its log levels
     check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
@@ -68,14 +66,15 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     play = instantiate(config.play)
     selection = tried_selection(instantiate(config.selection), plan, examples["train"], algorithm, data_seed)
     slots = plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection
-    rollout = RolloutCallback(Rollouts(*slots, recipe=recipe_of(config)), Stop(config.max_time))
+    rollouts, stop = Rollouts(*slots, recipe=recipe_of(config)), Stop(config.max_time)
+    rollout = RolloutCallback(rollouts, stop, ahead_of(rollouts, stop))
     kernels = KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
     others = completed(instantiate(config.callbacks), tokenizer)
     check_own(play, engine, others, L.Callback)
     # called in this order
-    callbacks = [Ending(rollout), Timing(), rollout, kernels, preflight, Tokens(), evaluation, *others, Recorder()]
+    callbacks = [Ending(rollout), Measure(), rollout, kernels, preflight, evaluation, *others, Recorder()]
 
     def module(model) -> L.LightningModule:
         policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)

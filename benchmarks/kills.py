@@ -117,7 +117,7 @@ def dying(name: str, call: int, ends: bool) -> None:
     """Let this process die at a call of a function, which is one of PLACES. ends: let the run end instead, at one of ENDS."""
     from grpo.training import checkpoints
     from grpo.training.callbacks.evaluation import EvaluationCallback
-    from grpo.training.callbacks.recorder import Recorder
+    from grpo.training.callbacks.measure import Recorder
     from grpo.training.module import GRPOModule
 
     places = {

@@ -1,7 +1,8 @@
-"""Builds the engine of a configuration."""
+"""Builds the engine of a configuration, and what plays rollouts beside the update."""
 
 from contextlib import suppress
 from pydoc import locate
+from typing import TYPE_CHECKING
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -9,6 +10,11 @@ from omegaconf import DictConfig
 from grpo.engines.context import Bound
 from grpo.engines.protocol import Engine
 from grpo.env.intake import asked_for
+
+if TYPE_CHECKING:  # evaluations need neither
+    from grpo.rollout.lookahead import Ahead
+    from grpo.rollout.rollouts import Rollouts
+    from grpo.system.stopping.stop import Stop
 
 
 def engine_of(config: DictConfig, most_tokens: Bound) -> Engine:
@@ -21,3 +27,12 @@ def engine_of(config: DictConfig, most_tokens: Bound) -> Engine:
     with suppress(Exception):  # of an engine that cannot be imported: Hydra says why
         arguments = asked_for(locate(config.engine._target_), most_tokens=most_tokens)
     return instantiate(config.engine, **arguments)
+
+
+def ahead_of(rollouts: "Rollouts", stop: "Stop") -> "Ahead | None":
+    """Return what plays rollouts beside the update; None with rollout.ahead=0."""
+    if not rollouts.plan.ahead:
+        return None
+    from grpo.extras.ahead.check import rollouts_ahead
+
+    return rollouts_ahead(rollouts, stop)

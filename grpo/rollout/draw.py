@@ -1,6 +1,6 @@
-"""The slot `selection`, and the `Draw` by which a selection plays a rollout. selection.py has selections."""
+"""The slot `selection`, and the `Draw` by which a selection plays a rollout. extras/selection has more."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from grpo.env.types import Example
@@ -15,7 +15,7 @@ GREEDY_SAMPLE = 1 << 30  # the number of a sample that seeds a greedy answer; no
 
 
 class Selection(Protocol):
-    """The slot `selection`: plays a rollout, and says which groups the policy learns from. selection.py has them. With
+    """The slot `selection`: plays a rollout, and says which groups the policy learns from. With
     `state_dict` and `load_state_dict` it is resumed as it was; `check(plan, algorithm)` may refuse a run."""
 
     def select(self, draw: "Draw") -> list[Group]:
@@ -30,20 +30,6 @@ class Everything:
         return draw.more(draw.prompts)
 
 
-class Rounds(Protocol):
-    """The part of the run's `Rollouts` that a `Draw` needs."""
-
-    plan: Plan
-    sampler: Any  # a Sampler or a Source
-    algorithm: Algorithm
-    seed: int
-
-    def one_round(
-        self, r: int, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
-    ) -> list[Group]:
-        """Play `size` samples of each example."""
-
-
 def is_source(sampler: Any) -> bool:
     """Return whether a run's `sampler` is a Source, which gives groups that others have played, and no Sampler."""
     return hasattr(sampler, "groups")
@@ -51,11 +37,18 @@ def is_source(sampler: Any) -> bool:
 
 class Draw:
     """Makes rollout r for a selection: draws prompts and plays them. played: all groups so far; rounds: how often prompts were
-    drawn."""
+    drawn. It knows no engine and no task:
 
-    def __init__(self, rollouts: Rounds, r: int) -> None:
-        self.rollouts, self.r = rollouts, r
-        self.prompts, self.size, self.seed = rollouts.plan.prompts, rollouts.plan.group_size, rollouts.seed
+    deal: from (count, first) to at most `count` new prompts, those after the `first` ones; of a source to groups.
+    play: from (examples, places, size, skip, **sampling) to a group for each example; None: a source has played them.
+    """
+
+    def __init__(
+        self, r: int, plan: Plan, seed: int, algorithm: Algorithm, deal: Callable[..., Any], play: Callable | None
+    ) -> None:
+        self.r, self.seed, self.prompts, self.size = r, seed, plan.prompts, plan.group_size
+        self.algorithm, self.deal, self.play = algorithm, deal, play
+        self.temperatures = plan.sampling.temperatures
         self.played: list[Group] = []
         self.rounds = 0
 
@@ -66,18 +59,16 @@ class Draw:
 
     def scores(self, groups: Sequence[Group]) -> Scores:
         """Return the shaped rewards of groups."""
-        return self.rollouts.algorithm.shaped(scores(groups))
+        return self.algorithm.shaped(scores(groups))
 
     def more(self, count: int, size: int | None = None, temperatures: Sequence[float] = ()) -> list[Group]:
         """Play `count` new prompts, or all that are left, with `size` samples each (None: the run's number). temperatures: of the
         samples of a group in turn; none: the run's."""
-        rollouts, first = self.rollouts, len(self.played)
-        if is_source(rollouts.sampler):
-            groups = rollouts.sampler.groups(self.r, count, first, rollouts)
-        else:
-            examples = rollouts.sampler.draw(self.r, count, first)
-            places, own = range(first, first + len(examples)), {"temperatures": temperatures} if temperatures else {}
-            groups = self._round(examples, places, size or self.size, **own) if examples else []
+        first = len(self.played)
+        groups = self.deal(count, first)  # of a sampler they are prompts
+        if self.play and groups:
+            places, own = range(first, first + len(groups)), {"temperatures": temperatures} if temperatures else {}
+            groups = self._round(groups, places, size or self.size, **own)
         self.rounds += bool(groups)
         self.played += groups
         return groups
@@ -89,7 +80,7 @@ class Draw:
         if not places or not more:
             return list(groups)
         examples, size = [group[0].example for group in groups], len(groups[0])
-        if several := self.rollouts.plan.sampling.temperatures:
+        if several := self.temperatures:
             after = size % len(several)
             temperatures = temperatures or [*several[after:], *several[:after]]
         own = {"temperatures": temperatures} if temperatures else {}
@@ -105,12 +96,12 @@ class Draw:
     def _round(
         self, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
     ) -> list[Group]:
-        if is_source(self.rollouts.sampler):
+        if not self.play:
             raise UserError(
                 "this selection plays further samples itself, which a source cannot: set selection=all or dynamic"
             )
         try:
-            return self.rollouts.one_round(self.r, examples, places, size, skip, **sampling)
+            return self.play(examples, places, size, skip, **sampling)
         except RolloutError as error:
             if isinstance(error, RewardError) or not self.played:
                 raise

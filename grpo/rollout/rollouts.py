@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from grpo.data.prompts import Sampler
 from grpo.engines.protocol import Engine
@@ -12,7 +14,7 @@ from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Task
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import Scores
-from grpo.rollout.draw import Draw, Everything, Selection
+from grpo.rollout.draw import Draw, Everything, Selection, is_source
 from grpo.rollout.episodes import ENVIRONMENT, Play, play
 from grpo.rollout.samples_table import on_disk
 from grpo.rollout.types import Group, Plan
@@ -74,10 +76,16 @@ class Rollouts:
         if check := getattr(self.selection, "check", None):
             check(self.plan, self.algorithm)
 
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The user's objects that may have a state, which a rollout or its update changes."""
+        slots = {"task": self.task, "sampler": self.sampler, "selection": self.selection}
+        return slots | {"advantage": self.algorithm.advantage}
+
     def make(self, r: int) -> Rollout:
         """Play rollout r, select the groups to learn from, and tell the sampler what became of its prompts."""
         set_progress(r, self.plan.num_rollouts)
-        begun, version, draw = time.perf_counter(), self.engine.version, Draw(self, r)
+        begun, version, draw = time.perf_counter(), self.engine.version, self.draw(r)
         with in_play(), self.while_sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
             groups = self.selection.select(draw)
             scored = draw.scores(groups)
@@ -86,14 +94,29 @@ class Rollouts:
         all_scores = scored if groups == draw.played else draw.scores(draw.played)
         return Rollout(groups, scored, draw.played, all_scores, draw.rounds, version, time.perf_counter() - begun)
 
+    def draw(self, r: int) -> Draw:
+        """Return what a selection plays rollout r with."""
+        parts = r, self.plan, self.seed, self.algorithm
+        if is_source(self.sampler):
+            return Draw(*parts, lambda count, first: self.sampler.groups(r, count, first, self), None)
+        return Draw(*parts, partial(self.sampler.draw, r), partial(self.one_round, r))
+
     def one_round(
-        self, r: int, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
+        self,
+        r: int,
+        examples: Sequence[Example],
+        places: Sequence[int],
+        size: int,
+        skip: int = 0,
+        play: Play | None = None,
+        **sampling,
     ) -> list[Group]:
         """Play samples of rollout r. places: of the examples in the rollout. size: samples of each. skip: samples of them that
-        were played before. sampling: what differs from the run's."""
+        were played before. play: who plays, if not the run's. sampling: what differs from the run's."""
 
         def seeds(p: int, s: int, turn: int) -> int:
             return derive_seed(self.seed, TRAIN, r, places[p], s if s == ENVIRONMENT else s + skip, turn)
 
         settings = replace(self.plan.sampling, **sampling) if sampling else self.plan.sampling
-        return self.play(self.task, examples, size, self.engine, self.renderer, settings, seeds, self.plan.limits)
+        slots = self.engine, self.renderer, settings, seeds, self.plan.limits
+        return (play or self.play)(self.task, examples, size, *slots)

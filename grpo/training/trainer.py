@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import lightning as L
 import torch
@@ -15,7 +15,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from grpo.extras.devices.strategy import Strategy, WatchedRanks
 from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.system.gpu import check_gpu
@@ -26,7 +25,25 @@ T = TypeVar("T", bound=Callback)
 
 # precision of computation. No bf16-true: model.dtype is the precision of parameters, and 16-true is its name for float16
 Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "16-true"]
+# what passes compute in, of parameters in float32
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 BFLOAT16 = (8, 0)  # the compute capability from which on a GPU has instructions for it
+
+
+class Sharing(Protocol):
+    """The slot `strategy`: what several devices share. One device needs none."""
+
+    def of_lightning(
+        self, needs: Callable[[], int], total: int, timeout: float, ranks: int, precision: str
+    ) -> tuple[Any, str]:
+        """Return Lightning's strategy for several ranks, and the precision that its Trainer gets.
+
+        needs: returns the bytes of one device without sharding. total: what it has. timeout: seconds of one collective.
+
+        The run asks what it returns for more, if it has it: `share(module)` shares out the weights; `while_sampling(policy)` is
+        the context in which a rank samples by itself; `check_ranks(devices, prompts, rollouts)` refuses ranks that do not fit;
+        `ranks` watches them, see `Stop.listen`.
+        """
 
 
 @enforced("trainer")
@@ -39,7 +56,7 @@ def make_trainer(
     precision: Precision = "auto",
     matmul_precision: Literal["highest", "high"] = "highest",
     deterministic: bool | Literal["warn"] = False,
-    strategy: Strategy | None = None,
+    strategy: Sharing | None = None,
     needs: Callable[[str, int, str], int] = lambda precision, ranks, device: 0,
     timeout: Seconds = 3600.0,
     default_root_dir: str | None = None,
@@ -71,8 +88,10 @@ def make_trainer(
     if ranks > 1:
         place = "cuda" if on_gpu else "cpu"
         total = memory.total(torch.device(place)) // (1 if on_gpu else devices)  # processes share the CPU's memory
-        strategy = (strategy or Strategy()).chosen(partial(needs, precision, ranks, place), total)
-        among_ranks, precision = lightning_strategy(strategy, timeout, ranks, precision)
+        if strategy is None:
+            raise UserError(f"trainer.devices={devices} needs a strategy: those of conf/strategy")
+        needed = partial(needs, precision, ranks, place)
+        among_ranks, precision = strategy.of_lightning(needed, total, timeout, ranks, precision)
     if precision == "16-true":
         precision = "32-true"  # no autocast
     if precision == "16-mixed":
@@ -152,15 +171,9 @@ def best_on_gpu(capability: tuple[int, int]) -> Precision:
     return "bf16-mixed" if capability >= BFLOAT16 else "16-mixed"
 
 
-def lightning_strategy(strategy: Strategy, timeout: float, ranks: int, precision: str) -> tuple[Any, str]:
-    """Return Lightning's strategy for several ranks, and the precision that its Trainer gets. strategy: ddp or fsdp2."""
-    if strategy.kind != "fsdp2":
-        return WatchedRanks(timeout), precision
-    from grpo.extras.devices.sharding import Sharded
-
-    # passes of a sharded model have a number type of their own
-    in_pieces = strategy.checkpoint == "sharded"
-    return Sharded(timeout, ranks, strategy.reshard, in_pieces, precision), "32-true"
+def shards(trainer: L.Trainer) -> bool:
+    """Return whether each rank will hold only a part of the policy."""
+    return hasattr(trainer.strategy, "share")
 
 
 def callbacks_of(callbacks: Sequence[Callback], kind: type[T]) -> list[T]:

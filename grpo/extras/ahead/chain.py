@@ -32,7 +32,7 @@ STOPPING = 15.0  # seconds that a stopped run waits for the rollout in play, whi
 
 
 class Chain:
-    """Plays the rollouts of `rollouts` in one thread. objects: the user's, whose states a rollout changes. halt: whether to end.
+    """Plays the rollouts of `rollouts` in one thread. halt: whether to end.
 
     With order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With ahead=1 the trainer's
     thread gives them between two rollouts, and copies the trained ones to the host. Beyond that, each version is copied on the
@@ -42,9 +42,10 @@ class Chain:
     """
 
     policy: nn.Module | None = None
+    mixes = False
 
-    def __init__(self, rollouts: Rollouts, objects: dict[str, Any], halt: Stop) -> None:
-        self.plan, self.clock, self.objects, self.halt = rollouts.plan, IdleClock(), objects, halt
+    def __init__(self, rollouts: Rollouts, halt: Stop) -> None:
+        self.plan, self.clock, self.objects, self.halt = rollouts.plan, IdleClock(), rollouts.objects, halt
         self.rollouts = rollouts
         self.engine = rollouts.engine
         exact = self.plan.order == "exact"
@@ -65,6 +66,15 @@ class Chain:
         self.changed = threading.Condition()
 
     # -- for the trainer's thread
+
+    def begin(self, policy: nn.Module) -> None:
+        """Know the policy. Raises UserError for a sharded one that would have to be copied."""
+        self.policy = policy
+        if not self.between and not self.in_flight and is_sharded(policy):
+            line = f"rollout.ahead={self.plan.ahead} order={self.plan.order} copies the weights of each version"
+            raise UserError(
+                f"{line}, and a sharded policy cannot be copied: set rollout.ahead=1, or order=ready with engine=vllm_server"
+            )
 
     def make(self, r: int, sync: Callable[[], None]) -> Rollout:
         """Return rollout r, and let those up to r + ahead be played. sync: gives the engine the policy's weights."""
@@ -148,8 +158,6 @@ class Chain:
     def load_state_dict(self, state: dict[str, Any], learned: int) -> None:
         """Take the finished rollouts from a checkpoint after `learned` rollouts, if they were made with the same plan."""
         kept = state.get("ahead") or {}
-        if "flying" in kept:
-            raise UserError(MIXED)
         if "finished" in kept and same_samples(kept, self.rollouts):
             both = zip(kept["finished"], kept["places"], strict=True)
             self.finished = {r: linked(*pair) for r, pair in enumerate(both, learned)}
@@ -316,12 +324,6 @@ def holding(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
 def failed(worker: Background | None) -> BaseException | None:
     """Return the exception that ended a thread, if one did."""
     return worker.failure if worker else None
-
-
-MIXED = (
-    "ckpt_path has groups of several rollouts in flight: resume with rollout.order=ready, rollout.ahead of at least 1 and the "
-    "settings under which several rollouts are played at once (docs/asynchronous.md)"
-)
 
 
 def waited(seconds: float, what: str) -> str:

@@ -51,6 +51,8 @@ class Pool:
     an update needs them, and by the trainer's thread alone, so that all ranks choose the same ones. stop: whether to end.
     """
 
+    mixes = True
+
     def __init__(self, rollouts: Rollouts, stop: Stop) -> None:
         self.rollouts, self.plan, self.engine, self.stopped = rollouts, rollouts.plan, rollouts.engine, stop
         self.clock = IdleClock()
@@ -62,6 +64,9 @@ class Pool:
         self.workers: list[Background] = []
         self.begun, self.again, self.late = False, 0, 0
         self.changed = threading.Condition()
+
+    def begin(self, policy: nn.Module) -> None:
+        """Do nothing: the engine takes the weights in flight."""
 
     def make(self, r: int, sync: Callable[[], None]) -> Rollout:
         """Return the groups for update r, and issue those of the rollouts up to r + ahead."""

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from grpo.extras.devices.strategy import Watched
-from grpo.extras.optimizers.loss_scale import MIXED
+from grpo.extras.devices.watched import Watched
 from grpo.models.gradient_checkpointing import layers_of
 from grpo.models.master_weights import LOW
 from grpo.system.distributed import local, part_of
@@ -32,6 +31,7 @@ from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
+from grpo.training.trainer import MIXED
 
 RIGHT = (Adam, AdamW, SGD)  # treat each number by itself, so that a part of a parameter learns as the whole one
 

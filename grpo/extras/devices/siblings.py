@@ -19,13 +19,13 @@ import psutil
 
 from grpo.system.deadline import leave
 from grpo.system.errors import LostRank, StopError, UserError
+from grpo.system.stopping.stop import RESUME
 
 LOOK = 1.0  # seconds between two looks at the process table
 CONFIRM = 2.0  # seconds after which a rank that is gone counts as lost, unless this one has finished too
 GRACE = 20.0  # seconds for the main thread to end by itself
 LATE = re.compile("timed out|timeout", re.IGNORECASE)  # in errors of gloo and NCCL
 WAKE = signal.SIGUSR2
-RESUME = "this rank ends; the same command with resume=auto continues the run"
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,6 @@ class Siblings:
     @contextmanager
     def watched(self, together: Callable[[], None]) -> Iterator[None]:
         """Watch the ranks during a `with` block. Raises LostRank. together: a collective, with which all ranks leave it."""
-        global watching
-        watching = self
         threading.Thread(target=self._watch, name="siblings", daemon=True).start()
         before = signal.signal(WAKE, self._wake)
         try:
@@ -135,6 +133,3 @@ class Siblings:
             if child in [sibling.process for sibling in self.ranks.values()]:
                 child.kill()
         return " or ".join(suspects) or "another rank"
-
-
-watching: Siblings | None = None  # the ranks that this process watches

@@ -20,10 +20,6 @@ from grpo.system.ranges import Count, enforced
 
 log = logging.getLogger(__name__)
 
-MIXED = {
-    "bf16-mixed": torch.bfloat16,
-    "16-mixed": torch.float16,
-}  # what passes compute in, by the precision of the trainer
 LARGEST = 2.0**24
 
 

@@ -16,8 +16,6 @@ from torch import nn
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
 from grpo.engines.room import Room
-from grpo.extras.devices.strategy import shards
-from grpo.extras.optimizers.loss_scale import MIXED
 from grpo.extras.preflight.imagined import (
     activation_bytes,
     after_a_step,
@@ -37,6 +35,7 @@ from grpo.models.pretrained import Pretrained
 from grpo.rollout.types import Plan
 from grpo.system import memory
 from grpo.training.optimization import Optimization, learned_by
+from grpo.training.trainer import MIXED, shards
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from grpo.data.prompts import Sampler, Uniform
@@ -47,20 +47,11 @@ def is_row(example: Any) -> bool:
     return isinstance(example, Mapping)
 
 
-@dataclass
-class MadeUp:
-    """Rounds of groups whose samples are right in turn; see `draw.Rounds`."""
-
-    plan: Plan
-    sampler: Sampler
-    algorithm: Algorithm
-    seed: int
-
-    def one_round(
-        self, r: int, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling
-    ) -> list[Group]:
-        """Return a group of `size` samples of each example."""
-        return [[made_sample(example, s + skip) for s in range(size)] for example in examples]
+def made_groups(
+    examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **sampling: Any
+) -> list[Group]:
+    """Return a group of `size` samples of each example, which are right in turn; see `Draw`."""
+    return [[made_sample(example, s + skip) for s in range(size)] for example in examples]
 
 
 def made_sample(example: Example, s: int) -> Sample:
@@ -76,12 +67,12 @@ def tried_selection(
     """Return the selection. If it is the user's, a copy has chosen from made-up groups, in two rollouts."""
     if not is_own(selection) or len(examples) < plan.prompts:  # a source has none
         return selection
-    twin, rounds = deepcopy(selection), MadeUp(plan, Uniform(examples, plan.prompts, seed), algorithm, seed)
+    twin, sampler = deepcopy(selection), Uniform(examples, plan.prompts, seed)
     with trying(
         "selection", selection, "select(draw), where draw has more(count, size), extend, greedy, scores and prompts"
     ):
         for r in range(2):
-            groups = twin.select(Draw(rounds, r))
+            groups = twin.select(Draw(r, plan, seed, algorithm, partial(sampler.draw, r), made_groups))
             if not isinstance(groups, list) or not all(isinstance(s, Sample) for group in groups for s in group):
                 raise TypeError(
                     f"select must return a list of groups, lists of samples, and gave {type(groups).__name__}"

@@ -16,7 +16,6 @@ from grpo.engines.protocol import Sampling
 from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
-from grpo.extras.optimizers.loss_scale import MIXED
 from grpo.extras.preflight.allowance import Allowance, slowest
 from grpo.extras.preflight.forecast import Part
 from grpo.models.head import logits_at_once
@@ -30,6 +29,7 @@ from grpo.system.distributed import computes_in, one_pass
 from grpo.system.loading import kind_of
 from grpo.training.batch import RolloutBatch
 from grpo.training.module import GRPOModule
+from grpo.training.trainer import MIXED
 
 PROMPTS = 8  # prompts of the probe, with the run's number of samples each
 FIRST = 2  # of them, which are played whatever that takes

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -89,7 +90,7 @@ class Demonstrations(Outer):
     logged: bool = False
 
     def select(self, draw: Draw) -> list[Group]:
-        draw.rollouts, draw.size = replace(draw.rollouts, play=self.play), 1
+        draw.play, draw.size = partial(draw.play, play=self.play), 1
         return [group for group in self.inner.select(draw) if group]
 
     def play(

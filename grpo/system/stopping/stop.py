@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 
-from grpo.extras.devices import siblings
 from grpo.system.deadline import leave
 from grpo.system.errors import StopError, UserError
 from grpo.system.stopping.ear import EAR, Listener
@@ -31,6 +30,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGAIN = signal.SIGURG  # calls `note` in the main thread, and ends its waits; who does not expect it ignores it
 AGAIN_PLAYED = "the same command with resume=auto plays the rollout again"
+RESUME = "this rank ends; the same command with resume=auto continues the run"
 KEY = "grpo/stop"  # in torch's store: why the run ends
 SWALLOWED = 2.0  # seconds after which StopError is raised again, since a library may have caught it
 FORCED = 4.0  # seconds after which a process ends from the ear's thread if it has nothing to save
@@ -44,6 +44,15 @@ class Place:
     later: str
     saves: bool
     entered: float
+
+
+class Ranks(Protocol):
+    """Who watches the other ranks of a run. asked: returns the signal that ends the run, if one has come."""
+
+    asked: Callable[[], str | None]
+
+    def suspects(self) -> str:
+        """Return which ranks may hang, in words."""
 
 
 class Stop:
@@ -64,16 +73,18 @@ class Stop:
         self.left: float | None = None  # when the last place was left
         self.between = 0.0  # the longest time between two places in seconds: an update
         self.store: Any = None  # torch's, if there are several ranks
+        self.ranks: Ranks | None = None
         self.last = 0.0  # the age of the process at the last `check`
         self.longest = 0.0  # the longest time between two
 
-    def listen(self) -> None:
-        """Take the signals."""
+    def listen(self, ranks: Ranks | None = None) -> None:
+        """Take the signals. ranks: who watches the other ranks, if there are several."""
         from grpo.system import distributed  # imports torch
 
         self.store = distributed.own_store()
-        if siblings.watching:
-            siblings.watching.asked = lambda: self.why
+        self.ranks = ranks
+        if ranks:
+            ranks.asked = lambda: self.why
         on_signals(self.note, self)
 
     @contextmanager
@@ -189,15 +200,15 @@ class Stop:
             self.warned = True
             log.warning("%s: the run ends after a call that cannot be interrupted, in %s", self.why, main_place())
         if self.meets is not None and time.monotonic() - self.meets > TOGETHER:
-            others = siblings.watching.suspects() if siblings.watching else "another rank"
+            others = self.ranks.suspects() if self.ranks else "another rank"
             line = f"stopped by {self.why}, without a checkpoint: it waited {TOGETHER:g} s for {others}"
-            leave(f"{line}; {siblings.RESUME}", StopError.exit_code, kind="")
+            leave(f"{line}; {RESUME}", StopError.exit_code, kind="")
 
     def asked(self) -> str | None:
         """Return the signal of another rank."""
         try:
             return self.store.get(KEY).decode() if self.store.check([KEY]) else None
-        except RuntimeError:  # its rank has ended, which siblings.py notices
+        except RuntimeError:  # its rank has ended, which `Ranks` notices
             self.store = None
             return None
 

@@ -10,7 +10,7 @@ from grpo.system import distributed
 from grpo.system.errors import RolloutError, StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.callbacks.recorder import record
+from grpo.training.callbacks.measure import record
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.trainer import callbacks_of
 

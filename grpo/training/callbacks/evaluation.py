@@ -11,7 +11,7 @@ from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.rollout.samples_table import on_disk
 from grpo.system.states import everything
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.recorder import record
+from grpo.training.callbacks.measure import record
 from grpo.training.callbacks.rollout import RolloutCallback
 
 

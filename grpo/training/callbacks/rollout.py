@@ -5,14 +5,13 @@ from functools import partial
 
 import lightning as L
 
-from grpo.extras.ahead.check import give_policy, load_ahead, rollouts_ahead
-from grpo.extras.devices.strategy import check_devices
 from grpo.rollout.collate import collate
+from grpo.rollout.lookahead import MIXED, Ahead
 from grpo.rollout.rollout_metrics import rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.staleness import with_staleness
 from grpo.system import distributed, memory
-from grpo.system.errors import StopError
+from grpo.system.errors import StopError, UserError
 from grpo.system.progress import Progress
 from grpo.system.states import everything, set_everything, states_of
 from grpo.system.stopping.stop import Stop
@@ -23,16 +22,15 @@ class RolloutCallback(L.Callback):
     """Plays the rollouts, and counts them: the count is the x-axis of all metrics; 0 is the policy before training.
 
     The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The states of random generators and
-    of the user's objects are saved with it. With rollout.ahead others are played during the update. stop: whether the run should
-    end; it does so before a rollout or in the middle of one, which a resumed run plays again.
+    of the user's objects are saved with it. stop: whether the run should end; it does so before a rollout or in the
+    middle of one, which a resumed run plays again. ahead: plays rollouts during the update; None: nobody does.
     """
 
-    def __init__(self, rollouts: Rollouts, stop: Stop | None = None) -> None:
+    def __init__(self, rollouts: Rollouts, stop: Stop | None = None, ahead: Ahead | None = None) -> None:
         self.stop = stop or Stop()
         self.rollouts, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
         self.batches = RolloutBatches()
-        self.objects = {"task": rollouts.task, "sampler": rollouts.sampler}  # the user's, which may have states
-        self.objects |= {"selection": rollouts.selection, "advantage": rollouts.algorithm.advantage}
+        self.objects, self.ahead = rollouts.objects, ahead
         self.learned = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played or learned from
         self.learning: dict = {}  # with rollouts ahead: the states that the update changes, before it
@@ -40,7 +38,6 @@ class RolloutCallback(L.Callback):
         # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
         self.rounding: float | None = None
         self.syncing = self.started = 0.0  # seconds
-        self.ahead = rollouts_ahead(rollouts, self.objects, self.stop)
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
@@ -52,9 +49,11 @@ class RolloutCallback(L.Callback):
                 self.rollouts.while_sampling = partial(trainer.strategy.while_sampling, module.policy)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.stop.listen()  # after Lightning, which takes SIGTERM itself
-        check_devices(trainer.world_size, self.plan.prompts, self.learned)
-        give_policy(self.ahead, self.policy)
+        self.stop.listen(getattr(trainer.strategy, "ranks", None))  # after Lightning, which takes SIGTERM itself
+        if check := getattr(trainer.strategy, "check_ranks", None):
+            check(trainer.world_size, self.plan.prompts, self.learned)
+        if self.ahead:
+            self.ahead.begin(self.policy)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
@@ -135,4 +134,7 @@ class RolloutCallback(L.Callback):
     def load_state_dict(self, state: dict) -> None:
         self.learned = self.batches.start = state["rollouts"]
         set_everything(self.objects, state, same_seed=state.get("seed", self.rollouts.seed) == self.rollouts.seed)
-        load_ahead(self.ahead, state, self.learned)
+        if "flying" in state.get("ahead", {}) and not (self.ahead and self.ahead.mixes):
+            raise UserError(MIXED)
+        if self.ahead:
+            self.ahead.load_state_dict(state, self.learned)

@@ -264,7 +264,7 @@ def test_a_rollout_of_another_plan_is_played_again():
         (plan, "b", False),  # with other rewards, say
     )
     for other, recipe, taken in others:
-        made = Chain(SimpleNamespace(plan=plan, engine=None, recipe="a"), {}, Stop())
+        made = Chain(SimpleNamespace(plan=plan, engine=None, objects={}, recipe="a"), Stop())
         state = {"plan": other, "recipe": recipe, "finished": [rollout], "places": [[]]}
         made.load_state_dict({"ahead": state}, 2)
         assert (made.finished == {2: rollout}) == taken

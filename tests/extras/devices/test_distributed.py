@@ -13,7 +13,7 @@ from helpers.runs import rows
 from helpers.slots import Dice, Halves
 from transformers import AutoModelForCausalLM
 
-from grpo.extras.devices.strategy import check_devices
+from grpo.extras.devices.watched import check_devices
 from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system import distributed

@@ -1,10 +1,49 @@
-"""Recorder: sends to the loggers what the user's callbacks have added to a rollout's metrics."""
+"""Measure: the times and tokens of a rollout. Recorder: what other callbacks note of it. `record` sends it to the loggers."""
+
+import time
+from collections import Counter
 
 import lightning as L
 import torch
 
+from grpo.system.calls import SPENT
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
+
+OTHERS = ("an environment of ", "claims of ")  # calls that compute no reward
+
+
+def scoring() -> float:
+    """Return the seconds in which any reward was computed, since the run began."""
+    return sum(seconds for name, seconds in SPENT.items() if not name.startswith(OTHERS))
+
+
+class Measure(L.Callback):
+    """Adds time/started and time/score, from which the report makes the timeline, and data/tokens and data/tokens_learned, the
+    counts since the run began, to the metrics of each rollout. It must be listed before RolloutCallback."""
+
+    begun = started = scored = 0.0
+    state_key = "Tokens"  # its name in checkpoints
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.begun = time.perf_counter()
+
+    def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
+        self.started, self.scored = time.perf_counter() - self.begun, scoring()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
+        learned = float(batch.scores.lengths.sum())
+        self.counts.update({"data/tokens": batch.metrics["rollout/tokens"], "data/tokens_learned": learned})
+        batch.metrics |= self.counts | {"time/started": self.started, "time/score": scoring() - self.scored}
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.counts = Counter(state)
 
 
 class Recorder(L.Callback):
