@@ -48,6 +48,15 @@ def rollout_metrics(groups: Sequence[Group], scored: "Scores") -> dict[str, floa
     return {f"rollout/{name}": value for name, value in means.items()}
 
 
+def group_counts(learned: Sequence[Group], played: Sequence[Group], rounds: int) -> dict[str, float]:
+    """Return how many groups a selection has left out of those that were played, in how many rounds, and how many of those that
+    are learned from an earlier rollout has played, if any."""
+    replayed = sum(any(sample.age for sample in group) for group in learned)
+    counts = {"rounds": rounds, "discarded_groups": len(played) - len(learned) + replayed}
+    counts |= {"replayed_groups": replayed} if replayed else {}
+    return {f"rollout/{name}": float(count) for name, count in counts.items()}
+
+
 def sample_means(samples: Sequence[Sample]) -> dict[str, float]:
     """Return means over the samples: length in tokens; the shares truncated and repeated; the shares no_answer, timeout and error
     if anything was graded; the counts of `conversation` if there are several turns or tools; each part of the reward, over the

@@ -45,11 +45,6 @@ class Rollout:
         kept = {id(sample.trajectory) for group in self.groups for sample in group}
         return [group for group in self.played if all(id(sample.trajectory) not in kept for sample in group)]
 
-    @property
-    def replayed(self) -> int:
-        """The number of groups that an earlier rollout has played."""
-        return sum(any(sample.age for sample in group) for group in self.groups)
-
 
 @dataclass(eq=False)
 class Rollouts:
@@ -85,7 +80,11 @@ class Rollouts:
     def make(self, r: int) -> Rollout:
         """Play rollout r, select the groups to learn from, and tell the sampler what became of its prompts."""
         set_progress(r, self.plan.num_rollouts)
-        begun, version, draw = time.perf_counter(), self.engine.version, self.draw(r)
+        begun, version, parts = time.perf_counter(), self.engine.version, (r, self.plan, self.seed, self.algorithm)
+        if is_source(self.sampler):
+            draw = Draw(*parts, lambda count, first: self.sampler.groups(r, count, first, self), None)
+        else:
+            draw = Draw(*parts, partial(self.sampler.draw, r), partial(self.one_round, r))
         with in_play(), self.while_sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
             groups = self.selection.select(draw)
             scored = draw.scores(groups)
@@ -94,29 +93,15 @@ class Rollouts:
         all_scores = scored if groups == draw.played else draw.scores(draw.played)
         return Rollout(groups, scored, draw.played, all_scores, draw.rounds, version, time.perf_counter() - begun)
 
-    def draw(self, r: int) -> Draw:
-        """Return what a selection plays rollout r with."""
-        parts = r, self.plan, self.seed, self.algorithm
-        if is_source(self.sampler):
-            return Draw(*parts, lambda count, first: self.sampler.groups(r, count, first, self), None)
-        return Draw(*parts, partial(self.sampler.draw, r), partial(self.one_round, r))
-
     def one_round(
-        self,
-        r: int,
-        examples: Sequence[Example],
-        places: Sequence[int],
-        size: int,
-        skip: int = 0,
-        play: Play | None = None,
-        **sampling,
+        self, r: int, examples: Sequence[Example], places: Sequence[int], size: int, skip: int = 0, **own: Any
     ) -> list[Group]:
         """Play samples of rollout r. places: of the examples in the rollout. size: samples of each. skip: samples of them that
-        were played before. play: who plays, if not the run's. sampling: what differs from the run's."""
+        were played before. own: `play`, who plays them, and what else differs from the run's sampling."""
 
         def seeds(p: int, s: int, turn: int) -> int:
             return derive_seed(self.seed, TRAIN, r, places[p], s if s == ENVIRONMENT else s + skip, turn)
 
-        settings = replace(self.plan.sampling, **sampling) if sampling else self.plan.sampling
-        slots = self.engine, self.renderer, settings, seeds, self.plan.limits
-        return (play or self.play)(self.task, examples, size, *slots)
+        play = own.pop("play", self.play)
+        sampling = replace(self.plan.sampling, **own) if own else self.plan.sampling
+        return play(self.task, examples, size, self.engine, self.renderer, sampling, seeds, self.plan.limits)

@@ -7,7 +7,7 @@ import lightning as L
 
 from grpo.rollout.collate import collate
 from grpo.rollout.lookahead import MIXED, Ahead
-from grpo.rollout.rollout_metrics import rollout_metrics
+from grpo.rollout.rollout_metrics import group_counts, rollout_metrics
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.staleness import with_staleness
 from grpo.system import distributed, memory
@@ -22,8 +22,8 @@ class RolloutCallback(L.Callback):
     """Plays the rollouts, and counts them: the count is the x-axis of all metrics; 0 is the policy before training.
 
     The count determines all prompts and seeds, so a resumed run equals an uninterrupted one. The states of random generators and
-    of the user's objects are saved with it. stop: whether the run should end; it does so before a rollout or in the
-    middle of one, which a resumed run plays again. ahead: plays rollouts during the update; None: nobody does.
+    of the user's objects are saved with it. stop: whether the run should end, before a rollout or in the middle of one, which a
+    resumed run plays again. ahead: plays rollouts during the update; None: nobody does.
     """
 
     def __init__(self, rollouts: Rollouts, stop: Stop | None = None, ahead: Ahead | None = None) -> None:
@@ -35,8 +35,7 @@ class RolloutCallback(L.Callback):
         self.before: dict | None = None  # the states before the rollout that is being played or learned from
         self.learning: dict = {}  # with rollouts ahead: the states that the update changes, before it
         self.policy = None
-        # the difference of log-probabilities that rounding explains, in nats, as the preflight measured it
-        self.rounding: float | None = None
+        self.rounding: float | None = None  # the difference of log-probabilities that rounding explains, in nats
         self.syncing = self.started = 0.0  # seconds
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -55,9 +54,7 @@ class RolloutCallback(L.Callback):
         if self.ahead:
             self.ahead.begin(self.policy)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         self.stop.check()
         batch.progress = Progress(batch.rollout, self.plan.num_rollouts)
         memory.reset_peak(module.device)
@@ -80,9 +77,7 @@ class RolloutCallback(L.Callback):
         batch.tokens = tokens.to(module.device)
         batch.metrics |= rollout_metrics(rollout.played, rollout.all_scores)
         batch.metrics |= {
-            "rollout/rounds": float(rollout.rounds),
-            "rollout/discarded_groups": float(len(rollout.played) - len(rollout.groups) + rollout.replayed),
-            **({"rollout/replayed_groups": float(rollout.replayed)} if rollout.replayed else {}),
+            **group_counts(rollout.groups, rollout.played, rollout.rounds),
             **self.rollouts.sampler.progress(batch.rollout + 1),
             "time/sync": self.syncing,
             "time/rollout": time.perf_counter() - self.started - self.syncing,
@@ -92,9 +87,7 @@ class RolloutCallback(L.Callback):
             batch.metrics |= self.ahead.facts(rollout, self.learned)
         memory.reset_peak(module.device)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, module, outputs: dict, batch: RolloutBatch, batch_idx: int) -> None:
         self.learned, self.before, self.learning = batch.rollout + 1, None, {}
         trainer.should_stop |= self.learned == self.plan.num_rollouts
         try:
