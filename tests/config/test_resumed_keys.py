@@ -19,12 +19,11 @@ OPTIONS = "callbacks=[default,early_stopping] adapter=lora selection=replay samp
 
 def table() -> str:
     """Return the table of the page."""
-    lines = ["| keys | on a resume | | a test sees it |", "|---|---|---|---|"]
+    lines = ["| keys | on a resume | |", "|---|---|---|"]
     for what, rows in TABLE.items():
         for row in rows:
             keys = ", ".join(f"`{key}`" if key != "*" else "all others" for key in row["keys"].split())
-            tests = ", ".join(f"`{test.partition('::')[2]}`" for test in row.get("seen", "").split())
-            lines.append(f"| {keys} | {what} | {row['how']} | {tests} |")
+            lines.append(f"| {keys} | {what} | {row['how']} |")
     return "\n".join(lines)
 
 
