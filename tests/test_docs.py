@@ -61,7 +61,7 @@ def check(words: list[str], own: Sequence[str] = ()) -> None:
             assert all(f'"{flag}"' in source for flag in flags), words
 
 
-@BY_NAME
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "examples/agents").glob("*.py")], ids=lambda page: page.name)
 @pytest.mark.slow
 def test_every_command_is_one_that_the_programs_take(page):
     files = re.findall(r"conf/([\w/]+)/(\w+)\.yaml", page.read_text(encoding="utf-8"))

@@ -1,6 +1,9 @@
 """An agent on the official `anthropic` client: after a wrong answer it asks a second time. It gives the reward itself.
 
-python train.py task=agent task.command="python examples/agents/anthropic_retry.py" task.path=wordmath.jsonl
+pip install anthropic
+python examples/agents/problems.py wordmath > wordmath.jsonl
+python train.py task=agent model=tiny task.command="python examples/agents/anthropic_retry.py" task.path=wordmath.jsonl \\
+  rollout.prompts=4 rollout.num_rollouts=20 eval.limit=50 eval.batch=16 eval.every=20 max_tokens=40
 """
 
 import json

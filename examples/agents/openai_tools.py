@@ -1,6 +1,9 @@
 """An agent on the official `openai` client: it answers a question with a calculator. Knows nothing of training.
 
-python train.py task=agent task.command="python examples/agents/openai_tools.py" task.path=tools.jsonl
+python examples/agents/problems.py tools > tools.jsonl
+python train.py task=agent model=tiny task.command="python examples/agents/openai_tools.py" task.path=tools.jsonl \\
+  '+warm_start={worked_answers: tasks.calculator.worked_answers, clean_steps: 400}' \\
+  rollout.prompts=4 rollout.num_rollouts=30 eval.limit=100 eval.batch=16 eval.every=15 max_tokens=32 max_turns=6
 """
 
 import json

@@ -1,6 +1,12 @@
 """A multi-turn harness of verifiers 0.4 (pip install verifiers uv): the library runs the loop, the tool and the reward.
 
 Its import takes seconds. So one process may play all episodes, given the run's address; with GRPO_EXAMPLE it plays one.
+
+GRPO_AGENT_KEY=SECRET python train.py task=agent model=tiny task.port=8765 task.path=tools.jsonl preflight=off \\
+  '+warm_start={worked_answers: tasks.calculator.worked_answers, clean_steps: 400}' \\
+  rollout.prompts=2 rollout.num_rollouts=16 eval.limit=50 eval.batch=16 eval.every=16 max_tokens=32 max_turns=8
+# beside it, as soon as it has printed its plan:
+PYTHONPATH=$PWD/examples/agents GRPO_AGENT_KEY=SECRET verifiers-env/bin/python examples/agents/verifiers_harness.py http://127.0.0.1:8765
 """
 
 import asyncio

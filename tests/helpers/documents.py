@@ -1,5 +1,6 @@
 """The commands and blocks of code on the pages."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the words of each command on a page: in blocks, in lines that are indented by four, and in `code`. A command
     followed by its error is left out, since it shows a mistake."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".py":
+        text = re.sub(r"^([A-Z_]+=\S+ )+(?=python )", "", ast.get_docstring(ast.parse(text)), flags=re.M)
+    text = text.replace("\\\n", " ")
     lines = [re.sub(r"^\$ ", "", line.strip()) for line in re.sub(r".*\n *error: ", "", text).splitlines()]
     lines += re.findall(r"`((?:python|make|pip) [^`]+)`", text)
     for line in lines:
