@@ -15,7 +15,9 @@ import pytest
 import yaml
 from conftest import ROOT, compose_config
 from helpers.documents import FENCE, PAGES, anchors, blocks, commands, composable
+from helpers.project import holds
 
+import grpo
 from grpo.config.composing import options
 from grpo.config.overview import help_text
 from grpo.system.metrics import metric_table
@@ -139,6 +141,21 @@ def test_the_reference_of_the_site_has_every_key_and_every_metric(monkeypatch):
     assert metric_table() in pages["reference/metrics.md"]
     for page in pages:
         assert f": {page}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_architecture_has_the_rooms_of_the_map_in_order_and_each_appendix_with_its_door_and_one_page():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^    ([a-z]+) {2,}\S", grpo.__doc__.partition("The appendices")[0], re.M)
+    book = page.partition("## The book")[2].partition("## The rule")[0]
+    assert re.findall(r"^\| `(\w+)` \|", book, re.M) == rooms
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| \[\w+\]\(\w+\.md[^)]*\) \|$", page, re.M)
+    assert sorted(name for name, _ in rows) == sorted(
+        path.parent.name for path in (ROOT / "grpo" / "extras").glob("*/__init__.py")
+    )
+    for door in (door for _, doors in rows for door in re.findall(r"`([^`]+)`", doors)):
+        assert find_spec(door.split()[2]) if door.startswith("python -m") else door.startswith("python") or holds(door)
+    for slot in re.findall(r"^\| `\w+` \| `([\w.]+)\.(\w+)`", page.partition("## Slots")[2], re.M):
+        assert hasattr(importlib.import_module(f"grpo.{slot[0]}"), slot[1]), slot
 
 
 def test_every_public_name_has_a_docstring():

@@ -1,7 +1,8 @@
 """A small coding agent: the policy writes a program, which runs in the project's sandbox; after a wrong output it tries again.
 
 python examples/agents/problems.py tools > tools.jsonl
-PYTHONPATH=examples/agents python train.py task=agent model=tiny task.command="python examples/agents/coder.py" task.path=tools.jsonl \\
+PYTHONPATH=examples/agents python train.py task=agent model=tiny \\
+  task.command="python examples/agents/coder.py" task.path=tools.jsonl \\
   '+warm_start={worked_answers: problems.worked_programs, clean_steps: 400}' \\
   rollout.prompts=4 rollout.num_rollouts=30 eval.limit=100 eval.batch=16 eval.every=15 max_tokens=64
 """

@@ -1,7 +1,8 @@
 """An agent on a framework, the OpenAI Agents SDK (pip install openai-agents): the framework runs the loop and the tool.
 
 python examples/agents/problems.py tools > tools.jsonl
-python train.py task=agent model=tiny task.command="agents-env/bin/python examples/agents/openai_agents.py" task.path=tools.jsonl \\
+python train.py task=agent model=tiny \\
+  task.command="agents-env/bin/python examples/agents/openai_agents.py" task.path=tools.jsonl \\
   '+warm_start={worked_answers: tasks.calculator.worked_answers, clean_steps: 400}' \\
   rollout.prompts=2 rollout.num_rollouts=16 eval.limit=50 eval.batch=16 eval.every=16 max_tokens=32 max_turns=6
 """
