@@ -69,6 +69,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.estimates import columns
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
+    from grpo.extras.grading.answers import equal
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
     from grpo.system.output.console import console
@@ -91,7 +92,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
         out.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
         also(config.export, folder)
         return found["eval/accuracy"]["value"]
-    evaluator = instantiate(config.eval)
+    evaluator = instantiate(config.eval, equal=equal)
     if evaluator.sets:
         raise UserError("eval.sets is for evaluations during training: evaluate each set by itself, with task=")
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
@@ -130,7 +131,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
                 card.add(places, groups, columns(task, groups, evaluator.by))
                 bar.show(card)
             speed = card.speed
-            found = card.finish()
+            found = card.finish(equal)
     except KeyboardInterrupt:
         out.print(f"stopped; {again}", soft_wrap=True)
         raise

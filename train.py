@@ -22,6 +22,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     from grpo.apps.engines import ahead_of, engine_of
     from grpo.apps.rows import with_rows
+    from grpo.extras.grading.answers import equal
     from grpo.extras.kernels.callback import KernelsCallback
     from grpo.extras.preflight.callback import PreflightCallback
     from grpo.extras.preflight.forecast import Sizes, forecast
@@ -42,7 +43,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     L.seed_everything(config.seed, verbose=False)
     plan = instantiate(config.rollout)
     algorithm = instantiate(config.algo)
-    evaluator = instantiate(config.eval)
+    evaluator = instantiate(config.eval, equal=equal)
     optim = instantiate(config.optim)
     check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit = instantiate(config.prompt_limit)

@@ -36,7 +36,7 @@ LEVEL = "95 % interval"
 
 @dataclass(frozen=True)
 class Case:
-    """settings: of train.py. reward: the name of a function in grpo/rewards/functions.py. limit: new tokens.
+    """settings: of train.py. reward: the name of a function in grpo/extras/grading/functions.py. limit: new tokens.
 
     batch: rows in a microbatch of TRL. problems: held-out problems. every: rollouts between two evaluations.
     """
@@ -131,7 +131,7 @@ def run_trl(rounds: Rounds) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo.data.prompts import Uniform
-    from grpo.rewards import functions
+    from grpo.extras.grading import functions
 
     case, config = rounds.case, rounds.config
     args = GRPOConfig(

@@ -95,7 +95,7 @@ def digits(completions: Sequence[str], **_) -> list[float]:
 
 def last(completions: Sequence[list[dict]], gold: Sequence[int], **_) -> list[float]:
     """Return 1 for each completion whose last number is right."""
-    from grpo.rewards.functions import last_number
+    from grpo.extras.grading.functions import last_number
 
     return [reward.value for reward in last_number(completions, gold)]
 

@@ -13,9 +13,9 @@ from typing import Annotated
 from grpo.data.rows import side
 from grpo.env.messages import Message
 from grpo.env.types import Example, Split, Trajectory
+from grpo.extras.grading.functions import last_number
 from grpo.extras.tools.env import ToolEnv
 from grpo.rewards.combined import Weights
-from grpo.rewards.functions import last_number
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
 from grpo.system.errors import UserError

@@ -112,10 +112,12 @@ def test_only_programs_know_hydra_and_only_engines_know_vllm():
 
 
 def test_tasks_live_in_message_space():
-    """task=agent serves its programs over HTTP, in messages too."""
+    """A task may name the appendices of rewards. task=agent serves its programs over HTTP, in messages too."""
     for file in (ROOT / "tasks").glob("*.py"):
         rooms = {name.split(".")[1] for name in imports(file) if name.startswith("grpo.")}
-        assert rooms - ({"serve"} if file.stem == "agent" else set()) <= {"system", "env", "data", "rewards"}, file
+        assert rooms <= {"system", "env", "data", "rewards", "extras"}, file
+        serves = {"serve", "sources"} if file.stem == "agent" else set()
+        assert extras_of(file) <= {"grading", "programs", "tools"} | serves, file
 
 
 def test_the_core_can_be_read_in_an_evening():

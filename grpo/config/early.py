@@ -23,7 +23,7 @@ from grpo.data.glance import columns_in
 from grpo.data.rows import head
 from grpo.engines.only_vllm import NOT_APART
 from grpo.objectives.arguments import too_old
-from grpo.rewards.resolve import ALWAYS, SHIPPED, lacks, not_imported, not_in, not_shipped
+from grpo.rewards.resolve import ALWAYS, lacks, name_table, not_imported, not_in, not_shipped
 from grpo.system.errors import UserError
 from grpo.system.root import PACKAGE
 
@@ -158,11 +158,13 @@ def definition_of(name: str, what: str) -> Definition | None:
     owner, colon, attribute = name.rpartition(":")
     if not colon and ("." in name or "/" in name or Path(name).exists()):
         return None
-    file = Path(owner).expanduser() if colon else PACKAGE.parent / f"{SHIPPED.replace('.', '/')}.py"
-    if not file.is_file():
+    ours = [PACKAGE.parent / f"{module.replace('.', '/')}.py" for module in name_table()["functions"]]
+    files = [Path(owner).expanduser()] if colon else ours
+    if colon and not files[0].is_file():
         raise not_imported(what, name, FileNotFoundError(f"there is no file {owner}"))
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+        tree = ast.Module([node for each in trees for node in each.body], [])
     except (OSError, ValueError, SyntaxError):
         return None  # the import will say it
     defined = {node.name: node for node in tree.body if isinstance(node, Definition | ast.ClassDef)}
@@ -175,7 +177,7 @@ def definition_of(name: str, what: str) -> Definition | None:
     if not colon:
         raise not_shipped(name, public)
     if not (DYNAMIC | {attribute}) & set(names_in(tree)):
-        raise not_in(file.stem, what, name, public)
+        raise not_in(files[0].stem, what, name, public)
     return None
 
 

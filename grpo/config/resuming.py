@@ -42,6 +42,12 @@ NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is co
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 NAME = re.compile(r"\b(?:grpo|tasks)(?:\.\w+)+")  # of a module, or of what is in it
+SLOTS = {  # of conf/, which an earlier version filled itself: the owner's class, its key, and the name and the value of the slot
+    "grpo.training.callbacks.checkpoint.Checkpoint": (
+        "callbacks.checkpoint",
+        {"card": {"_target_": "grpo.extras.export.model_card.write_card", "_partial_": True}},
+    ),
+}
 MISSING = object()
 
 
@@ -223,6 +229,10 @@ def saved_config(folder: Path) -> DictConfig:
         config, reason = None, f": {one_line(error, 200)}"
     if not isinstance(config, DictConfig) or "task" not in config:
         raise UserError(f"{file} is no configuration of a run{reason}")
+    for owner, (key, slots) in SLOTS.items():
+        node = OmegaConf.select(config, key)
+        if isinstance(node, DictConfig) and node.get("_target_") == owner:
+            node.update({name: value for name, value in slots.items() if name not in node})
     return config
 
 

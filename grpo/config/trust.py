@@ -15,7 +15,9 @@ from grpo.system.root import ROOT
 RUNS = ("command", "trust_remote_code", "unconfined", "sandbox")
 HARMLESS = (
     "grpo.objectives.",
-    "grpo.rewards.functions.",
+    "grpo.rewards.basic.",
+    "grpo.extras.grading.functions.",
+    "grpo.rewards.functions.",  # its old name
     "grpo.training.callbacks.",
     "torch.optim.",
     "grpo.config.objects.model_given",

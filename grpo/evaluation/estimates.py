@@ -5,9 +5,10 @@ import logging
 import math
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import comb
+from operator import eq
 from threading import Thread
 from typing import Any
 
@@ -16,7 +17,6 @@ import pandas as pd
 
 from grpo.env.types import Claim, Example, Task
 from grpo.evaluation.statistics import Estimate, mean_interval
-from grpo.extras.grading.answers import equal
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.rollout_metrics import conversation, is_conversation
 from grpo.rollout.samples_table import golds
@@ -29,6 +29,7 @@ from grpo.system.output.words import plural
 
 log = logging.getLogger(__name__)
 
+Equal = Callable[[str, str], bool | None]  # whether two answers are the same; None: unknown
 SHARE = (0.0, 1.0)
 COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # counts of a conversation
 MOST_VALUES = 50  # a column with more values gets no table
@@ -50,11 +51,11 @@ def all_of_k(n: int, c: int, k: int) -> float:
     return comb(c, k) / comb(n, k)
 
 
-def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+def majority(answers: Sequence[str | None], right: Sequence[bool], equal: Equal = eq) -> float:
     """Return the probability that the most frequent answer is right; ties are broken at random. arXiv 2203.11171.
 
-    Answers vote together if they are equal without algebra, or if a chain of equal answers joins them: 28, 28% and 0.28. So the
-    order of the samples does not matter. A sample without an answer has no vote; without votes it is 0.
+    Answers vote together if they are `equal`, or if a chain of equal answers joins them: 28, 28% and 0.28. So the order of the
+    samples does not matter. A sample without an answer has no vote; without votes it is 0.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
@@ -126,12 +127,13 @@ def solved(samples: pd.DataFrame) -> pd.Series:
     return right.groupby(samples["prompt_index"]).mean()
 
 
-def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
+def estimates(samples: pd.DataFrame, equal: Equal = eq) -> dict[str, Estimate]:
     """Return every metric of an evaluation with its interval, by its name without eval/.
 
-    samples: `records` with the columns of `columns`, in any order. Samples with an unknown reward are left out of every metric
-    about right answers; problems with fewer than k known samples are left out of pass@k. Lenient accuracy and maj@n are given
-    only if every known sample has them, so that they are over the same problems as accuracy.
+    samples: `records` with the columns of `columns`, in any order. equal: whether two answers are one vote.
+    Samples with an unknown reward are left out of every metric about right answers; problems with fewer than k
+    known samples are left out of pass@k. Lenient accuracy and maj@n are given only if every known sample has them,
+    so that they are over the same problems as accuracy.
     """
     problems = samples["prompt_index"]
     rewarded = samples["reward"].notna()
@@ -154,7 +156,7 @@ def estimates(samples: pd.DataFrame) -> dict[str, Estimate]:
             metrics[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
     if most > 1 and claimed:
         by_problem = samples[graded].groupby("prompt_index")
-        votes = [majority(part["answer"], part["correct"]) for _, part in by_problem]
+        votes = [majority(part["answer"], part["correct"], equal) for _, part in by_problem]
         metrics[f"maj@{most}"] = mean_interval(votes, bounds=SHARE)
     for name, values in averaged(samples):
         share = about(f"eval/{name}").unit in ("share", "reward") and values.dropna().isin((0, 1)).all()
@@ -189,7 +191,7 @@ def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
         yield name_of_part(name.removeprefix("reward/")), samples[name].astype(float)
 
 
-def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, Estimate]]]:
+def estimates_by_value(samples: pd.DataFrame, equal: Equal = eq) -> dict[str, dict[str, dict[str, Estimate]]]:
     """Return `estimates` for each value of each by/ column: column -> value -> name -> estimate."""
 
     def natural(value: str) -> list:
@@ -199,7 +201,7 @@ def estimates_by_value(samples: pd.DataFrame) -> dict[str, dict[str, dict[str, E
     for name in (name for name in samples if name.startswith("by/")):
         parts = dict(list(samples.groupby(name)))
         if len(parts) <= MOST_VALUES:
-            tables[name.removeprefix("by/")] = {v: estimates(parts[v]) for v in sorted(parts, key=natural)}
+            tables[name.removeprefix("by/")] = {v: estimates(parts[v], equal) for v in sorted(parts, key=natural)}
     return tables
 
 

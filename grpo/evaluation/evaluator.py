@@ -6,6 +6,7 @@ A metric is averaged over the samples of each problem, then over problems. Its i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import eq
 from typing import Any, get_args
 
 import pandas as pd
@@ -13,7 +14,7 @@ import pandas as pd
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.renderer import Renderer
 from grpo.env.types import Example, Split, Task
-from grpo.evaluation.estimates import columns, estimates
+from grpo.evaluation.estimates import Equal, columns, estimates
 from grpo.evaluation.statistics import Estimate
 from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import records
@@ -54,6 +55,7 @@ class Evaluator:
     batch: number of examples played together; None: all. by: columns of the examples; each of their values gets its own result.
     play: who plays the episodes.
     sets: further tasks by name, {NAME: {task: ...}}, whose metrics are NAME/accuracy and so on. Other keys of a set are ignored.
+    equal: whether two answers are one vote of maj@n. Programs give the one of extras/grading.
     """
 
     sampling: Sampling
@@ -68,6 +70,7 @@ class Evaluator:
     play: Play = play
     delay: Whole = 0
     sets: Mapping[str, Mapping[str, Any]] | None = None
+    equal: Equal = eq
 
     def __post_init__(self) -> None:
         if self.samples > 1 and self.sampling.temperature == 0:
@@ -150,7 +153,7 @@ class Evaluator:
             batches = self.batches(len(rows))
             groups = [group for some in batches for group in self.one_batch(source, engine, renderer, seed, rows, some)]
             more, own = columns(source, groups, self.by), name == self.split
-            these = estimates(pd.DataFrame(records(groups, **more)))
+            these = estimates(pd.DataFrame(records(groups, **more)), self.equal)
             these = these if own else {f"{name}/{metric}": estimate for metric, estimate in these.items()}
             if twice := found.keys() & these.keys():
                 raise UserError(f"eval.sets.{name}: eval/{min(twice)} is another metric already: rename the set")

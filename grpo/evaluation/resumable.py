@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo.data.rows import fingerprint
 from grpo.env.types import Example
-from grpo.evaluation.estimates import as_json, estimates, estimates_by_value, solved
+from grpo.evaluation.estimates import Equal, as_json, estimates, estimates_by_value, solved
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
@@ -84,15 +84,18 @@ class Scorecard:
         seconds = max(time.perf_counter() - self.since, 1e-9)
         return f"{self.played / seconds:.1f} problems/s  {self.tokens / seconds:,.0f} tokens/s"
 
-    def finish(self) -> dict[str, Any]:
-        """Join the parts, and write samples.parquet and metrics.json. Returns the content of metrics.json."""
+    def finish(self, equal: Equal) -> dict[str, Any]:
+        """Join the parts, and write samples.parquet and metrics.json. Returns the content of metrics.json.
+
+        equal: see `Evaluator`.
+        """
         parts = [pq.read_table(file) for file in sorted(self.parts.glob("*.parquet"))]
         joined = pa.concat_tables(parts, promote_options="permissive")
         pq.write_table(joined, self.folder / "samples.parquet")
         samples = joined.drop_columns(TEXTS).to_pandas()
-        metrics = as_json(estimates(samples))
+        metrics = as_json(estimates(samples, equal))
         metrics["by"] = {}
-        for column, by_value in estimates_by_value(samples).items():
+        for column, by_value in estimates_by_value(samples, equal).items():
             metrics["by"][column] = {value: as_json(part) for value, part in by_value.items()}
         write_json(self.folder / "metrics.json", metrics)
         shutil.rmtree(self.parts)

@@ -13,11 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from grpo.system.errors import UserError
 from grpo.system.metrics import is_taken
+from grpo.system.root import ROOT
 from grpo.system.witness import seen
 
-SHIPPED = "grpo.rewards.functions"  # a name without a dot is looked up here
+NAMES = ROOT / "conf" / "rewards.yaml"  # so that this module, and its users, need not know where a function is
 TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists
 LISTS = {"prompts", "completions", "completion_ids", "truncated", "lengths", "outcomes", "environments"}
 ALWAYS = LISTS | {"progress", *TRL_GIVES}  # arguments that every task has
@@ -28,17 +31,23 @@ Function = Callable[..., Any]  # (prompts, completions, **columns) -> list[float
 Functions = str | Function | Sequence[str | Function]  # names or functions
 
 
+@cache
+def name_table() -> dict[str, Any]:
+    """Return what conf/rewards.yaml says: the modules of named functions, and what makes a reward of a model."""
+    return yaml.safe_load(NAMES.read_text(encoding="utf-8"))
+
+
 def locate(name: str) -> Function:
-    """Return the function that a text names: one of grpo.rewards.functions, a dotted path, FILE.py:NAME, or the folder or hub id
-    of a sequence-classification model. Raises UserError if it is not found."""
-    shipped = _functions_in(import_module(SHIPPED), imported_too=False)
-    if name in shipped:
-        name = f"{SHIPPED}.{name}"
+    """Return the function that a text names: one that comes with the project, a dotted path, FILE.py:NAME, or the folder or hub
+    id of a sequence-classification model. Raises UserError if it is not found."""
+    shipped = []
+    for module in name_table()["functions"]:
+        shipped += (its := _functions_in(import_module(module), imported_too=False))
+        if name in its:
+            return imported(f"{module}.{name}", "the reward function")
     colon = ":" in name
     if Path(name).expanduser().is_dir() or ("/" in name and not colon and not name.endswith(".py")):
-        from grpo.extras.judges.reward_model import Classifier
-
-        return Classifier(name)
+        return imported(name_table()["model"], "the reward model")(name)
     if not colon and "." not in name:
         raise not_shipped(name, shipped)
     return imported(name, "the reward function")

@@ -14,11 +14,9 @@ from typing import Any, Literal, Protocol
 from grpo.data.rows import at
 from grpo.env.messages import Message
 from grpo.env.types import Claim, Env, Example, Reward, SingleTurn, Split, Trajectory
-from grpo.extras.grading.answers import extract_answer, loose_answer
-from grpo.extras.grading.grading import unreadable, verdict
 from grpo.rewards.combined import Rewards, Weights, as_lists, text_of
-from grpo.rewards.functions import correct
-from grpo.rewards.resolve import Functions
+from grpo.rewards.grader import Grader
+from grpo.rewards.resolve import Functions, unwrapped
 from grpo.system.errors import UserError
 from grpo.system.ranges import as_yaml, require
 from grpo.system.states import set_states, states_of
@@ -74,24 +72,25 @@ class RowTask:
             self.rewards.try_foreign(self.columns(rows[0]), self.messages(rows[0]))
             self.load_state_dict(before)
             self.tried = True
-        if self.grades_mathematics and split not in self.graders_warned:
+        if self.grader is not None and split not in self.graders_warned:
             self.graders_warned.add(split)
-            self.warn_of_unreadable(rows, split)
+            self.warn_of_unreadable(self.grader, rows, split)
         return rows
 
-    def warn_of_unreadable(self, rows: Sequence[Example], where: str) -> None:
+    def warn_of_unreadable(self, grader: Grader, rows: Sequence[Example], where: str) -> None:
         """Warn of right answers that the grader cannot read, by row. where: the name of their source, for the message."""
         golds = [self.gold(row) for row in islice(rows, LOOKED_AT)]
-        if places := unreadable([None if gold is None else str(gold) for gold in golds]):
+        if places := grader.unreadable([None if gold is None else str(gold) for gold in golds]):
             shown = ", ".join(f"{place + 1} ({str(golds[place])[:40]!r})" for place in places[:5])
             what = "right answers cannot be read: write them as LaTeX, or only the same text has a reward. Rows"
             more = ", ..." if len(places) > 5 else ""
             log.warning("split %r: %d %s %s%s", where, len(places), what, shown, more)
 
     @property
-    def grades_mathematics(self) -> bool:
-        """Whether `correct` is among the rewards."""
-        return any(getattr(function, "func", function) is correct for function in self.rewards.functions)
+    def grader(self) -> Grader | None:
+        """The grader that one of the reward functions has, as `correct` does; None if none of them has one."""
+        graders = (getattr(unwrapped(function), "grader", None) for function in self.rewards.functions)
+        return next(filter(None, graders), None)
 
     def check(self, row: Example, where: str) -> None:
         """Refuse a row that lacks a column that a reward function needs. where: the name of its source, for the message."""
@@ -134,15 +133,15 @@ class RowTask:
         set_states(dict(zip(self.rewards.names, self.rewards.functions, strict=True)), state)
 
     def claims(self, example: Example, trajectory: Trajectory) -> Claim | None:
-        """Return the answer that `correct` reads; None if `correct` is not among the rewards."""
-        if not self.grades_mathematics:
+        """Return the answer that the grader of the rewards reads; None if they have none."""
+        if (grader := self.grader) is None:
             return None
         columns = self.columns(example)
         lists = as_lists(columns, [self.graded_part(trajectory)], self.several_turns)
         text = text_of(lists["completions"][0])
         gold = columns.get("gold")
-        lenient = None if gold is None else verdict(loose_answer(text), str(gold)) == "right"
-        return Claim(extract_answer(text), lenient)
+        lenient = None if gold is None else grader.verdict(grader.found(text), str(gold)) == "right"
+        return Claim(grader.claimed(text), lenient)
 
 
 def with_answer(trajectory: Trajectory, text: str) -> Trajectory:

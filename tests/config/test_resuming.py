@@ -71,6 +71,17 @@ def test_names_of_an_earlier_version_are_those_of_now(run):
     assert get_method(config.warm_start.worked_answers).__name__ == "worked_answers"
 
 
+def test_a_slot_that_the_code_filled_before_is_filled(run):
+    """A run of before, whose checkpoints had a model card, has no key for it."""
+    saved = OmegaConf.load(run / "config.yaml")
+    card = saved.callbacks.checkpoint.pop("card")
+    OmegaConf.save(saved, run / "config.yaml")
+    assert card == saved_config(run).callbacks.checkpoint.card == resumed(run).callbacks.checkpoint.card
+    saved.callbacks.checkpoint.card = None  # somebody wants none
+    OmegaConf.save(saved, run / "config.yaml")
+    assert saved_config(run).callbacks.checkpoint.card is None
+
+
 def test_the_command_line_is_on_top(run):
     config = resumed(run, "max_tokens=32", "rollout.num_rollouts=500", "~callbacks.curriculum", "resume.changes=allow")
     assert config.rollout.num_rollouts == config.callbacks.checkpoint.num_rollouts == 500

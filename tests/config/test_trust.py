@@ -93,7 +93,7 @@ def test_what_is_asked_for(asked, project):
 
 @pytest.mark.parametrize(
     "value",
-    "code.py:reward lib/code.py:reward lib.code.reward correct grpo.rewards.functions.format tasks.countdown.solved "
+    "code.py:reward lib/code.py:reward lib.code.reward correct grpo.extras.grading.functions.format tasks.countdown.solved "
     "Qwen/Qwen2.5-0.5B rows.jsonl test.jsonl torch.optim.Adam callbacks.mine 0.5 ${oc.env:HOME}".split(),
 )
 def test_what_is_not_asked_for(value, project):

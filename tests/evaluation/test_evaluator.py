@@ -28,7 +28,7 @@ from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.evaluation import estimates as estimates_module
 from grpo.evaluation.estimates import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
 from grpo.evaluation.evaluator import Evaluator
-from grpo.extras.grading.answers import loose_answer
+from grpo.extras.grading.answers import equal, loose_answer
 from grpo.extras.report.comparison import arms_of, compare
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Sample
@@ -89,13 +89,13 @@ def test_the_k_of_pass_at_k():
     ],
 )
 def test_majority(answers, right, value):
-    assert majority(answers, right) == pytest.approx(value)
+    assert majority(answers, right, equal) == pytest.approx(value)
 
 
 def test_a_majority_does_not_depend_on_the_order_of_samples():
     """28 equals 28\\%, which equals 0.28, which does not equal 28: three votes, of which two are right, beside two for 7."""
     samples = [("28", True), ("28\\%", True), ("0.28", False), ("7", False), ("7", False)]
-    found = {majority(*map(list, zip(*order, strict=True))) for order in permutations(samples)}
+    found = {majority(*map(list, zip(*order, strict=True)), equal) for order in permutations(samples)}
     assert found == {2 / 3}
 
 

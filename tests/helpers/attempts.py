@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from grpo.env.messages import Message, ToolCall
+from grpo.extras.grading import functions
 from grpo.extras.programs.programs import code_verdict
 from grpo.extras.programs.sandbox import ProgramLimits, confinement
-from grpo.rewards import functions
 from grpo.rewards.combined import Rewards
 from grpo.system.errors import UserError
 from helpers.episodes import played, said

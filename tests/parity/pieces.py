@@ -2,12 +2,12 @@
 
 import torch
 
+from grpo.extras.grading.functions import Normalised, correct, longer, think_answer, think_levels, unique_letters
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.advantage import group_advantages
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.loss import clip
-from grpo.rewards.functions import Normalised, correct, longer, think_answer, think_levels, unique_letters
 
 assert longer(completions=["orange", "red and blue"]) == [6, 12]
 assert unique_letters(completions=["aab", "abc"]) == [2, 3]

@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from grpo.config.explain import explain
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.grading import functions
 from grpo.extras.judges import profile as profile_rewards
 from grpo.extras.judges.reward_model import Classifier
-from grpo.rewards import functions
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rewards.resolve import locate
 from grpo.rewards.row_task import RowTask
@@ -253,7 +253,10 @@ def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path):
     ("name", "message"),
     [
         ("corect", "did you mean correct?"),
-        ("nothing_like_it", "no reward function 'nothing_like_it'. Give one of correct, last_number, format"),
+        (
+            "nothing_like_it",
+            "no reward function 'nothing_like_it'. Give one of same_text, environment, ungraded, correct",
+        ),
         ("no_module_here.f", "cannot be imported: ModuleNotFoundError: No module named 'no_module_here'"),
         ("math.sqroot", "'math.sqroot' is not there: math has acos"),
         ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),

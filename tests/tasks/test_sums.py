@@ -10,7 +10,7 @@ from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Action, Step, Trajectory
 from grpo.extras.demo.smollm2 import tool_template
-from grpo.rewards.functions import last_number
+from grpo.extras.grading.functions import last_number
 from grpo.system.errors import UserError
 from tasks.sums import CalledSums, Sums
 

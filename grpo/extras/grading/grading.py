@@ -10,7 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 from grpo.env.types import Outcome
-from grpo.extras.grading.answers import MAX_LENGTH, equal, for_algebra, readable, reading_of, sound
+from grpo.extras.grading.answers import (
+    MAX_LENGTH,
+    equal,
+    extract_answer,
+    for_algebra,
+    loose_answer,
+    readable,
+    reading_of,
+    sound,
+)
 from grpo.extras.grading.forms.structure import matched
 from grpo.system.workers import WorkerError, Workers
 
@@ -73,3 +82,15 @@ def unreadable(golds: Sequence[str | None]) -> list[int]:
         outcomes = pool.map(lambda gold: verdict("12345678987654321", gold), places)
         bad = [gold for gold, outcome in zip(places, outcomes, strict=True) if outcome == "error"]
     return sorted(place for gold in bad for place in places[gold])
+
+
+class Mathematics:
+    """The `Grader` of `correct`."""
+
+    claimed = staticmethod(extract_answer)
+    found = staticmethod(loose_answer)
+    verdict = staticmethod(verdict)
+    unreadable = staticmethod(unreadable)
+
+
+MATHEMATICS = Mathematics()

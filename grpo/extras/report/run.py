@@ -16,9 +16,9 @@ from grpo.evaluation.estimates import solved
 from grpo.evaluation.statistics import mean_interval
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.token_texts import token_texts
-from grpo.extras.report.waiting import about_waits
 from grpo.runs.health import warnings_of
 from grpo.runs.runs import Run, numbered, samples_in
+from grpo.runs.waiting import about_waits
 from grpo.system.metrics import percent
 from grpo.system.output.words import plural
 

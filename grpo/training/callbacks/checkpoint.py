@@ -6,7 +6,7 @@ import shlex
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.engines.weights import checkpoint
 from grpo.evaluation.statistics import Estimate
-from grpo.extras.export.model_card import write_card
 from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import RolloutError, StopError, UserError, error_line
@@ -61,6 +60,7 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
 
     monitor, mode: the metric that chooses `best`, and its direction. A metric of rollouts measures the policy before the update.
     only_model: checkpoints have no state of the optimizer, which begins anew in a resumed run.
+    card: writes the model card of (folder, rollouts, held-out accuracy, monitor, mode, its value); None: there is none.
 
     Each is complete before it gets its name. If one cannot be written, because the disk is full or a weight is not finite, the
     run says so and goes on, and the one before stays. A run whose last policy the disk did not take ends with UnsavedError.
@@ -78,11 +78,12 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
         history: Whole = 0,
         history_keep: Count | None = None,
         only_model: bool = False,
+        card: Callable[[Path, int, Estimate | None, str, str, float], None] | None = None,
     ) -> None:
         require_metric(MONITOR, monitor)
         self.folder, self.num_rollouts, self.every, self.keep = Path(folder), num_rollouts, every, keep
         self.history, self.history_keep, self.only_model = history, history_keep, only_model
-        self.tokenizer, self.monitor, self.mode = tokenizer, monitor, mode
+        self.tokenizer, self.monitor, self.mode, self.card = tokenizer, monitor, mode, card
         self.sign = 1 if mode == "max" else -1
         self.best_value = -self.sign * math.inf  # of the monitored metric; infinite as long as none is known
         self.value = math.nan  # of the present policy
@@ -215,8 +216,8 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
                 with new_folder(policy) as folder:
                     write_policy(module.policy, folder, pieces)
                     self.tokenizer.save_pretrained(folder)
-                    if (self.folder.parent / "config.yaml").exists():
-                        write_card(folder, self.rollouts, self.measured, self.monitor, self.mode, self.value)
+                    if self.card and (self.folder.parent / "config.yaml").exists():
+                        self.card(folder, self.rollouts, self.measured, self.monitor, self.mode, self.value)
                 self.exported = self.rollouts
             link(self.folder / name, policy)
             history = sorted(self.folder.glob("step_*[0-9]"))

@@ -17,8 +17,8 @@ from rich.text import Text
 from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import Estimate
-from grpo.extras.report.waiting import about_waits
 from grpo.rollout.types import Sample
+from grpo.runs.waiting import about_waits
 from grpo.system.calls import SPENT
 from grpo.system.files import LOST
 from grpo.system.metrics import percent, require_metric, written

@@ -19,8 +19,8 @@ from helpers.rows import read
 
 from grpo.extras.grading.answers import clean, equal, extract_answer, sound
 from grpo.extras.grading.arithmetic import LARGE, same, value
+from grpo.extras.grading.functions import correct
 from grpo.extras.grading.grading import unreadable, verdict
-from grpo.rewards.functions import correct
 from tasks.jsonl import Jsonl
 
 ENDLESS = "\\ln(10^{10^{10}})"  # sympy computes the whole power

@@ -1,6 +1,6 @@
 """The built-in reward functions, which `task.rewards` knows by name. Text in, one number per sample out.
 
-Arguments after the columns are set in YAML: {_target_: grpo.rewards.functions.near_length, _partial_: true, target: 200}.
+Arguments after the columns are set in YAML, as {_target_: grpo.extras.grading.functions.longer, _partial_: true, per: 100}.
 Lengths are tokens if the columns contain them, else characters.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Reward
 from grpo.extras.grading.answers import extract_answer
-from grpo.extras.grading.grading import verdict
+from grpo.extras.grading.grading import MATHEMATICS, verdict
 from grpo.extras.grading.worked import copied, unworked
+from grpo.rewards.basic import Completions, environment, ungraded  # noqa: F401 - by an old name of this module
 from grpo.rewards.combined import text_of
+from grpo.rewards.grader import graded
 from grpo.rewards.resolve import Function, locate, reward_name
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, NonNegative, Positive, Whole
-
-Completions = Sequence[str] | Sequence[Sequence[Mapping[str, str]]]
 
 
 def correct(
@@ -32,7 +32,7 @@ def correct(
     **columns: Any,
 ) -> list[Reward]:
     """1 for an answer (the last box, else after the last ####) mathematically equal to `gold`, `wrong` for any other or none.
-    An answer that leaves the work to the grader (`math.worked`) is wrong: a calculation, or a formula of the question.
+    An answer that leaves the work to the grader (`worked`) is wrong: a calculation, or a formula of the question.
     NaN if the grader ran out of time or failed, or if the right answer is unknown (None)."""
     rewards = []
     for completion, right, prompt in zip(completions, gold, prompts or [""] * len(completions), strict=True):
@@ -40,8 +40,11 @@ def correct(
         outcome = "error" if right is None else verdict(answer, str(right))
         if outcome == "right" and _leaves_work(answer, str(right), prompt):
             outcome = "wrong"
-        rewards.append(_graded(outcome, wrong))
+        rewards.append(graded(outcome, wrong))
     return rewards
+
+
+correct.grader = MATHEMATICS
 
 
 def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.0, **columns: Any) -> list[Reward]:
@@ -51,13 +54,8 @@ def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.
         answer = after_thoughts(text_of(completion))
         numbers = re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", answer.replace(",", ""))
         outcome = verdict(numbers[-1], str(right)) if numbers else "no_answer"
-        rewards.append(_graded(outcome, wrong))
+        rewards.append(graded(outcome, wrong))
     return rewards
-
-
-def _graded(outcome: str, wrong: float) -> Reward:
-    value = {"right": 1.0, "timeout": math.nan, "error": math.nan}.get(outcome, wrong)
-    return Reward(value, outcome == "right", outcome=outcome)
 
 
 def _leaves_work(answer: str, gold: str, prompt: str | Sequence[Mapping[str, str]]) -> bool:
@@ -115,16 +113,6 @@ def longer(completions: Completions, per: float = 1.0, **columns: Any) -> list[f
 def near_length(completions: Completions, target: Whole = 20, **columns: Any) -> list[float]:
     """-|target - characters|."""
     return [-float(abs(target - len(text_of(completion)))) for completion in completions]
-
-
-def environment(outcomes):
-    """Return the rewards that the environments gave; a sample whose environment gave none has no value here."""
-    return outcomes
-
-
-def ungraded(completions: Completions, **columns: Any) -> list[float]:
-    """0 for each: nothing is graded. For a run whose loss has no reward, as with algo=opd; its accuracy is 0."""
-    return [0.0] * len(completions)
 
 
 def unique_letters(completions: Completions, **columns: Any) -> list[float]:
