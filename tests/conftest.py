@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import pickle
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +39,7 @@ EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 NIGHTLY = ROOT / "tests" / "nightly.txt"
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
-pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again"]
+pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again", "helpers.appendices"]
 quiet()
 
 
@@ -90,12 +91,14 @@ def compose_config(*overrides: str, name: str = "train") -> DictConfig:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small random Llama that reads and writes any text."""
-    from grpo.extras.demo.demo_model import make_model, make_tokenizer
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("toy")
-    tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)
-    tokenizer.save_pretrained(folder)
-    make_model(tokenizer, seed=0).save_pretrained(folder)
+    shutil.copytree(EXAMPLES / "toy", folder, dirs_exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
 
 

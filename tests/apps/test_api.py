@@ -26,7 +26,6 @@ from grpo.apps.cli import check_run
 from grpo.config.composing import literal
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action
-from grpo.extras.demo.demo_model import make_model, make_tokenizer
 from grpo.system.errors import UserError
 from train import train
 
@@ -267,6 +266,8 @@ def varied_lengths(prompts, completions, **columns):
 @pytest.mark.slow
 def test_the_search_agent_trains(tmp_path_factory, tmp_path, capsys):
     """Its tool, its reward on a right trajectory, and two rollouts of a random model whose template has tools."""
+    from grpo.extras.demo.demo_model import make_model, make_tokenizer
+
     task = search_agent.Countries()
     example = task.examples("test")[0]
     env = task.build(example)

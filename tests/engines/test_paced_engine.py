@@ -10,7 +10,6 @@ from paced import Paced
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.extras.report.run import run_data
 from grpo.runs.runs import Run
 from train import train
 
@@ -113,6 +112,8 @@ def test_a_caller_that_leaves_frees_its_slots(engine):
 @pytest.mark.slow
 def test_a_run_with_paced_updates_says_who_waited(smoke, tmp_path, capsys):
     """One rollout ahead takes at least 8 steps of 0.02 s, and nothing of the update: so the engine is idle for a half of it."""
+    from grpo.extras.report.run import run_data
+
     words = smoke("engine._target_=paced.Paced", "+engine.step=0.02", "module._target_=paced.PacedModule")
     train(compose_config(*words, "+module.update=0.5", "logger=csv", "algo.old_policy=rollout", *AHEAD))
     metrics = Run(tmp_path).metrics

@@ -14,10 +14,7 @@ from grpo.env.renderer import TokenizerRenderer, message_after, message_read
 from grpo.env.thoughts import after_thoughts
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
-from grpo.extras.programs.programs import code_verdict
-from grpo.extras.serve.dialects.request import CompletionRequest, answered
 from grpo.extras.tools.env import ToolEnv
-from grpo.extras.tools.tool_forms import message_of_text
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rollout.episodes import play
 
@@ -73,6 +70,8 @@ def played(renderer, *texts, tools=()):
 
 @pytest.mark.parametrize("name", OPENS)
 def test_nothing_in_a_thought_that_the_prompt_opens_is_paid(name):
+    from grpo.extras.programs.programs import code_verdict
+
     renderer = real(name)
     for text, parts in PAID:
         sample = played(renderer, text)
@@ -123,6 +122,8 @@ def opening():
 
 @pytest.mark.parametrize("form", CALLS)
 def test_a_call_in_a_thought_is_not_run(form):
+    from grpo.extras.tools.tool_forms import message_of_text
+
     call, renderer = CALLS[form], TokenizerRenderer(opening(), tool_calls=form)
     for thought in (call, f"Maybe {call} or not."):
         sample = played(renderer, f"{thought}\n</think>\n\nThree.", tools=(add,))
@@ -214,6 +215,8 @@ def test_a_prefill_that_opens_a_thought():
 
 
 def test_a_client_gets_the_thought_that_the_template_opened_and_not_what_it_has_itself():
+    from grpo.extras.serve.dialects.request import CompletionRequest, answered
+
     renderer = real("qwen3_5_think")
     ids = spelled(renderer.tokenizer, "I add.\n</think>\n\nThree.<|im_end|>")
 

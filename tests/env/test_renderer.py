@@ -15,7 +15,6 @@ from eval import as_in_run
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Action
-from grpo.extras.tools.env import ToolEnv
 from grpo.system.errors import UserError
 
 QUESTION = Message("user", "How many are 1 + 2?")
@@ -115,6 +114,8 @@ def test_variables_of_the_template_are_passed_on():
 @every_family
 def test_several_calls_of_a_message_and_their_answers(name):
     """Llama's template cannot show two calls: a policy that writes two gets an error as text, and the run continues."""
+    from grpo.extras.tools.env import ToolEnv
+
     family, tokenizer, renderer = made(name)
     message = renderer.parse(spelled(tokenizer, family.calls + family.end), TOOLS)
     state = ToolEnv([QUESTION], [add]).step(Action(message))

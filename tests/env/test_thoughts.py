@@ -13,7 +13,6 @@ from grpo.env.scoring import UNKNOWN
 from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, State, Step, Trajectory
-from grpo.extras.preflight.data import turns
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 
@@ -162,6 +161,8 @@ def sample(renderer: TokenizerRenderer, *said: str) -> Sample:
 
 
 def test_the_preflight_tells_what_dropped_thoughts_cost():
+    from grpo.extras.preflight.data import turns
+
     def told(renderer: TokenizerRenderer, *said: str) -> tuple[str, str]:
         found = turns(SimpleNamespace(samples=[sample(renderer, *said)], rollouts=SimpleNamespace(renderer=renderer)))
         return found.result, found.compared

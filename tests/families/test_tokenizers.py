@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
-from grpo.extras.preflight.episodes import loses_spaces
 
 ASK, SURE, THREE = Message("user", "How many are 1 + 2?"), Message("user", "Sure?"), Message("tool", "3", name="add")
 CALL = ToolCall("add", {"a": 1, "b": 2})
@@ -108,6 +107,8 @@ def test_a_turn_comes_back(name, template, said, kept):
 
 @pytest.mark.parametrize("name", HASHES)
 def test_texts_come_back_and_no_start_token_is_doubled(name):
+    from grpo.extras.preflight.episodes import loses_spaces
+
     read = renderer(name, "gptoss" if name == "gptoss" else None)
     text = 'She said: "naïve café" 12 + 34 = 46\n\tif x:  # 数 🙂'
     tokenizer = read.tokenizer

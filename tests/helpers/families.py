@@ -15,7 +15,6 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from grpo.env.renderer import TokenizerRenderer
-from grpo.extras.demo.demo_model import make_tokenizer
 from grpo.extras.tools.env import spec_of
 
 
@@ -57,6 +56,8 @@ class Family:
     calls: str
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
+        from grpo.extras.demo.demo_model import make_tokenizer
+
         texts = [
             self.calls,
             "How many are 1 + 2? Let me see. There are 3.",

@@ -8,12 +8,12 @@ from peft import LoraConfig
 
 from grpo.engines.protocol import Engine, Sampling
 from grpo.env.tokens import Completion
-from grpo.extras.demo.demo_model import make_tokenizer
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
 
 CONTEXT = 512
+TOY = Path(__file__).parents[1] / "data" / "toy"
 PROMPTS = [[60, 61, 62], [63, 64, 65, 66, 67, 68, 69], [70, 71]]
 SHAPE = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -36,7 +36,7 @@ def model_folder(family: str, folder: Path, dtype: torch.dtype = torch.float32) 
     """Save a model of that family, with random weights and biases, and a tokenizer in a folder that vLLM and transformers
     read."""
     make, more = FAMILIES[family]
-    tokenizer = make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TOY)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(make(**SHAPE | more, vocab_size=len(tokenizer)), dtype=dtype)
     disturb(model, seed=0)

@@ -20,9 +20,11 @@ from pathlib import Path
 
 from conftest import ROOT
 
-IMPORTED = (
-    "lightning pandas torch.utils.tensorboard grpo.training.module grpo.extras.report.run_plots grpo.extras.serve.api "
-    "train eval"
+from helpers.appendices import MODULES
+
+IMPORTED = "lightning pandas torch.utils.tensorboard grpo.training.module train eval"
+IMPORTED += "".join(
+    f" {name}" for name in ("grpo.extras.report.run_plots", "grpo.extras.serve.api") if not MODULES.match(name)
 )
 started_by: int | None = None  # the process that started the server
 

@@ -4,11 +4,13 @@ import ast
 import functools
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
-from grpo.extras.migration.foreign import Row
+if TYPE_CHECKING:
+    from grpo.extras.migration.foreign import Row
 
 CHOICES = {  # together they have the keys that the tables name
     "train": (
@@ -66,7 +68,7 @@ def holds(word: str) -> bool:
     return any(has(config, key) for config in configs())
 
 
-def faults(rows: list[Row]) -> list[str]:
+def faults(rows: "list[Row]") -> list[str]:
     """Return the keys in the last two columns of the rows that do not exist, and refusals without a reason."""
     found = []
     for *_, here, remark in rows:

@@ -1,11 +1,11 @@
 """Ranks that stay: processes that train one command line after another."""
 
 import os
+import socket
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from grpo.extras.vllm_server.launch import free_ports
 from helpers.programs import server
 
 LIMIT = 300  # seconds for one run
@@ -26,7 +26,8 @@ class Ranks:
     def train(self, count: int, overrides: Sequence[str]) -> None:
         """Train on the first `count` ranks, and wait for them. Raises AssertionError with the trace of one that fails, and
         EOFError for one that is killed."""
-        port = free_ports(1)[0]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         for pipe in self.pipes[:count]:
             pipe.send((port, list(overrides)))
         traces = []

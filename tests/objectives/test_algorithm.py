@@ -13,9 +13,6 @@ from peft import LoraConfig
 from torch import tensor
 
 from grpo.env.types import Reward
-from grpo.extras.losses.baselines import gdpo
-from grpo.extras.preflight.data import signal
-from grpo.extras.selection.selection import Dynamic
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import group_advantages, no_baseline
@@ -172,6 +169,8 @@ def test_overlong_answers_lose_reward():
 
 def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_of_length():
     """The first group is all wrong with one long answer, the second is mixed."""
+    from grpo.extras.selection.selection import Dynamic
+
     dapo = preset("algo=dapo", "max_tokens=10")
     long = torch.full((2, 2), 4.0).index_put((tensor([0]), tensor([0])), tensor(10.0))
     right = tensor([[0.0, 0.0], [0.0, 1.0]])
@@ -186,6 +185,9 @@ def test_dynamic_sampling_looks_for_right_and_wrong_answers_not_at_the_penalty_o
 @pytest.mark.parametrize(("rounds", "found"), [(1, "WARN"), (2, "FAIL")])
 def test_preflight_knows_what_dynamic_sampling_looks_at(rounds, found):
     """Rewards differ, and no answer is right."""
+    from grpo.extras.preflight.data import signal
+    from grpo.extras.selection.selection import Dynamic
+
     group = [replace(sample, reward=Reward(value, False)) for sample, value in zip(TWO, (0.0, 0.5), strict=True)]
     plan = SimpleNamespace(plan=SimpleNamespace(group_size=2), selection=Dynamic() if rounds == 2 else Everything())
     plan.task, module = (
@@ -394,6 +396,8 @@ def test_a_surrogate_with_a_term_of_its_own_is_never_skipped(toy):
 
 
 def test_gdpo_does_not_learn_from_a_reward_that_nobody_could_give():
+    from grpo.extras.losses.baselines import gdpo
+
     timeout = [replace(TWO[0], reward=replace(TWO[0].reward, value=NAN)), TWO[1]]
     assert scores([timeout]).parts["correct"].isnan().tolist() == [[True, False]]
     algorithm = Algorithm(partial(gdpo, weights={"correct": 1.0}), clip, 4)

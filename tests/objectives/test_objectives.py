@@ -12,7 +12,6 @@ from torch import tensor
 
 from grpo.extras.losses import importance
 from grpo.extras.losses.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
-from grpo.extras.losses.surrogates import cispo, sapo
 from grpo.extras.losses.turns import remax
 from grpo.objectives.advantage import group_advantages, has_signal, leave_one_out, no_baseline, reward_to_go, whiten
 from grpo.objectives.algorithm import Algorithm
@@ -224,6 +223,8 @@ def test_a_ratio_beyond_all_bounds_has_a_finite_gradient():
 
 
 def test_a_log_ratio_beyond_20_is_counted_as_clipped():
+    from grpo.extras.losses.surrogates import sapo
+
     batch = replace(even_batch(1, 3, -30.0), advantages=torch.ones(1, 3), mask=tensor([[True, True, False]]))
     logprobs = tensor([[-1.0, -55.0, -1.0]], requires_grad=True)  # log-ratios 29 and -25; padding has 0
     for surrogate in (partial(clip, low=None, high=None), partial(clip, high=30.0), sapo, reinforce):
@@ -240,6 +241,8 @@ def test_a_log_ratio_beyond_20_is_counted_as_clipped():
 
 def surrogate(function, ratio: float, advantage: float, **settings):
     """Return the loss, its gradient with respect to the log-probability, and the metrics that are not 0, at one token."""
+    from grpo.extras.losses.surrogates import cispo
+
     logprobs = tensor([[math.log(ratio) - 2.0]], requires_grad=True)
     given = {"ratio": (logprobs + 2.0).exp(), "advantages": tensor([[advantage]])}
     if function is cispo:
@@ -276,12 +279,16 @@ def test_a_bound_that_is_not_there():
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (2.0, 2.0), (9.0, 5.0)])
 def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio, weight):
+    from grpo.extras.losses.surrogates import cispo
+
     loss, gradient, said = surrogate(cispo, ratio, -2.0, bound=5.0)
     assert loss == pytest.approx(2 * weight * (math.log(ratio) - 2.0))  # -weight x A x log pi
     assert gradient == pytest.approx(2 * weight) and said == ({"clip_fraction_high"} if ratio > 5 else set())
 
 
 def test_sapo_is_ppo_at_one_and_fades_away_from_it():
+    from grpo.extras.losses.surrogates import sapo
+
     # sigmoid(0) 4 / tau = 2 / tau; the gradient is sigmoid' 4 = 1 there, whatever tau
     assert surrogate(sapo, 1.0, 1.0)[:2] == pytest.approx((-2.0, -1.0))
     assert surrogate(sapo, 1.0, -1.0, tau_negative=1.05)[:2] == pytest.approx((2 / 1.05, 1.0))

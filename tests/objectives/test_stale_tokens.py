@@ -22,7 +22,6 @@ from torch import Tensor, tensor
 
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, Trajectory
-from grpo.extras.losses.importance import truncated
 from grpo.extras.teachers.distillation import iw_opd, topd, vopd
 from grpo.extras.teachers.teaching import Teaching
 from grpo.objectives.algorithm import Algorithm
@@ -185,6 +184,8 @@ def test_a_weight_in_two_parts_makes_the_same_step(toy):
 
 
 def truncated_high(log_w: Tensor, mask: Tensor) -> Tensor:
+    from grpo.extras.losses.importance import truncated
+
     return truncated(log_w, mask, high=1e9)
 
 

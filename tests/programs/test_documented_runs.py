@@ -8,7 +8,6 @@ import pytest
 from conftest import compose_config
 from helpers.documents import PAGES, commands, composable
 
-from grpo.extras.preflight import probe as probing
 from grpo.runs.runs import Run
 from grpo.system.errors import PreflightError
 from train import train
@@ -92,6 +91,8 @@ def row(i: int, file: str) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_documented_run_passes_its_preflight(name, toy, tmp_path, monkeypatch):
+    from grpo.extras.preflight import probe as probing
+
     rows = tmp_path / "rows"
     rows.mkdir()
     for file, first in (("train.jsonl", 0), ("test.jsonl", 60), ("validation.jsonl", 80), ("rows.jsonl", 0)):

@@ -4,7 +4,6 @@ import pytest
 from conftest import REAL_DATA
 from helpers import programs
 
-from grpo.extras.report.run_plots import metrics
 from grpo.runs.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -49,6 +48,8 @@ def test_its_samples_are_whole_problems(demo):
 
 
 def test_the_curve_is_drawn(demo, tmp_path):
+    from grpo.extras.report.run_plots import metrics
+
     command("-m", "grpo.plots", str(demo), "--out", str(tmp_path / "curve.png"))
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
     (line,) = metrics([Run(demo)], ["eval/accuracy"]).axes[0].lines

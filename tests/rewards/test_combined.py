@@ -25,8 +25,6 @@ from grpo.config.explain import explain
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.grading import functions
-from grpo.extras.judges import profile as profile_rewards
-from grpo.extras.judges.reward_model import Classifier
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rewards.resolve import locate
 from grpo.rewards.row_task import RowTask
@@ -495,6 +493,8 @@ def judge(toy, tmp_path_factory):
 
 def test_a_reward_model_gives_its_logit(judge):
     """A batch of unequal lengths gives the logits of each text alone, without padding."""
+    from grpo.extras.judges.reward_model import Classifier
+
     rewards = Rewards([str(judge), letters], [1.0, 0.0])
     assert rewards.names == ["judge", "letters"]
     given = rewards.score({}, [said("four"), said("It is four, as anybody can see.")])
@@ -510,6 +510,8 @@ def test_a_reward_model_gives_its_logit(judge):
 
 
 def test_a_reward_model_has_one_label(judge, toy, tmp_path):
+    from grpo.extras.judges.reward_model import Classifier
+
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForSequenceClassification(LlamaConfig(vocab_size=8, num_labels=3, **sizes)).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(toy).save_pretrained(tmp_path)
@@ -521,6 +523,8 @@ def test_a_reward_model_has_one_label(judge, toy, tmp_path):
 
 
 def test_the_profile_of_a_file(tmp_path):
+    from grpo.extras.judges import profile as profile_rewards
+
     rows = [
         {"id": "a", "gold": "18", "completion": "#### 18"},
         {"id": "b", "gold": "\\frac{1}{2}", "completion": "so $\\boxed{0.5}$."},
@@ -550,6 +554,8 @@ def test_the_profile_of_a_file(tmp_path):
 
 
 def test_rows_that_the_profile_reads_and_refuses(tmp_path, capsys):
+    from grpo.extras.judges import profile as profile_rewards
+
     def written(name: str, *rows: dict) -> str:
         (tmp_path / name).write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8-sig")
         return str(tmp_path / name)

@@ -16,7 +16,6 @@ from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion
 from grpo.env.types import Reward, State
 from grpo.evaluation.evaluator import Evaluator
-from grpo.extras.demo.demo_model import make_model, make_tokenizer
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
@@ -33,6 +32,8 @@ ROWS = EXAMPLES / "musique.jsonl"
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory):
     """A folder with a small random Llama whose chat template supports tools."""
+    from grpo.extras.demo.demo_model import make_model, make_tokenizer
+
     folder = tmp_path_factory.mktemp("agent")
     tokenizer = make_tokenizer(["Who wrote the book? Ada wrote it in 1843."] * 30, tools=True)
     tokenizer.save_pretrained(folder)

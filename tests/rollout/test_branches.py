@@ -8,7 +8,6 @@ from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer, rendered_prompt
 from grpo.env.tokens import Completion, Row, Turn, rows_of_turns
 from grpo.env.types import Action, State, Step
-from grpo.extras.demo.demo_model import make_tokenizer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
@@ -16,6 +15,8 @@ from tasks.calculator import Calculator
 
 
 def test_the_latest_turn_that_a_conversation_continues_gives_its_ids():
+    from grpo.extras.demo.demo_model import make_tokenizer
+
     renderer = TokenizerRenderer(make_tokenizer(["How many coins are left? 12 + 7 = 19"] * 30, tools=True))
     odd = tuple(renderer.tokenizer("12", add_special_tokens=False).input_ids)
     assert len(odd) == 2  # a digit is a token: "12" cannot be tokenized in another way, so a word is spelled by letters

@@ -17,7 +17,6 @@ from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Reward, State
-from grpo.extras.selection.selection import Dynamic
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.samples_table import records
@@ -191,6 +190,8 @@ def test_endless_limits_are_refused():
 
 @pytest.mark.parametrize(("by", "rounds"), [("correct", 3), ("reward", 1)])
 def test_rewards_that_differ_among_wrong_answers_are_no_signal_for_dapo(parts, tmp_path, by, rounds):
+    from grpo.extras.selection.selection import Dynamic
+
     numbers = iter(range(9))
 
     class Ranked(Starting):
@@ -206,6 +207,8 @@ def test_rewards_that_differ_among_wrong_answers_are_no_signal_for_dapo(parts, t
 
 
 def test_a_later_round_in_which_all_environments_fail_does_not_end_the_run(parts, tmp_path):
+    from grpo.extras.selection.selection import Dynamic
+
     first_round = True
 
     def start():

@@ -7,7 +7,6 @@ import pytest
 
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action
-from grpo.extras.tools.env import ToolEnv
 from grpo.rollout.samples_table import text
 from grpo.system.files import replacing, strict_json, write_json, write_text
 
@@ -44,6 +43,8 @@ def test_what_goes_out_is_json_that_every_parser_reads(tmp_path):
 
 
 def test_what_a_tool_and_a_table_tell_is_strict_json():
+    from grpo.extras.tools.env import ToolEnv
+
     def measure() -> dict:
         """Measure."""
         return {"mean": math.nan}

@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from grpo.extras.serve.__main__ import device_of
 from grpo.system import gpu
 from grpo.system.errors import UserError
 from grpo.system.gpu import driver_version, unused_gpu
@@ -57,6 +56,8 @@ def test_a_gpu_that_is_hidden_forbidden_or_absent_is_not_missed(there, monkeypat
 
 
 def test_trainer_and_server_stop_and_the_cpu_is_a_choice(there, monkeypatch):
+    from grpo.extras.serve.__main__ import device_of
+
     monkeypatch.setattr(torch.version, "cuda", None)
     for accelerator in ("auto", "cuda"):
         with pytest.raises(UserError, match=r"has a GPU that the run would not use: .*or set trainer=cpu"):

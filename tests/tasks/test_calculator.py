@@ -9,8 +9,6 @@ from helpers.episodes import played
 
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
-from grpo.extras.demo.demo_model import make_tokenizer, texts
-from grpo.extras.tools.env import ToolError
 from tasks.calculator import LARGEST, Calculator, calculator, conversation, worked_answers
 from tasks.wordmath import Problem, draw, side
 
@@ -42,6 +40,8 @@ def test_the_tool_is_exact(expression, result):
     ["", *"1+ (1 1) 1/0 1/(2-2) 2**9 2^9 5! a+1 1=1".split(), "1 2", "1e9", "__import__('os')", "9" * 201],
 )
 def test_anything_else_is_told_in_one_line(expression):
+    from grpo.extras.tools.env import ToolError
+
     with pytest.raises(ToolError, match="has no value: give numbers with") as error:
         calculator(expression)
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
@@ -59,6 +59,8 @@ def test_a_dialogue_by_hand():
 
 
 def test_the_hastiest_author_calls_nothing_and_one_who_slips_misreads():
+    from grpo.extras.demo.demo_model import texts
+
     assert conversation(PROBLEM, random.Random(0), hasty=1.0).messages == (Message("user", "?"), box(214))
     (said,) = texts([conversation(PROBLEM, random.Random(0), slips=1.0)])
     numbers = [re.findall(r"\d+", text) for text in said[1:]]
@@ -69,6 +71,8 @@ def test_the_hastiest_author_calls_nothing_and_one_who_slips_misreads():
 
 def test_the_worked_dialogues_rendered_and_read_back_give_the_answer():
     """Each rendered dialogue is replayed by hand: the tool's results are correct and lead to the box."""
+    from grpo.extras.demo.demo_model import make_tokenizer, texts
+
     said = worked_answers(300, seed=0)
     tokenizer = make_tokenizer([text for messages in texts(said) for text in messages], tools=True)
     lengths = set()
@@ -99,6 +103,8 @@ def test_the_worked_dialogues_rendered_and_read_back_give_the_answer():
 
 
 def test_the_renderer_reads_a_dialogue_as_it_was_and_every_prompt_goes_on_from_the_last():
+    from grpo.extras.demo.demo_model import make_tokenizer, texts
+
     said = worked_answers(50, seed=0)
     renderer = TokenizerRenderer(make_tokenizer([text for one in texts(said) for text in one], tools=True))
     for one in said:

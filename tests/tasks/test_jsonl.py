@@ -11,7 +11,6 @@ from helpers.rows import write
 from hydra.utils import instantiate
 
 from grpo.env.messages import Message, ToolCall
-from grpo.extras.preflight.data import of_the_file
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from tasks.jsonl import Jsonl, conversation
@@ -90,6 +89,8 @@ def as_published(folder, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["verl", "open_instruct"])
 def test_published_rows_are_asked_and_graded_as_they_are(tmp_path, name):
+    from grpo.extras.preflight.data import of_the_file
+
     as_published(tmp_path, name)
     task = instantiate(compose_config(f"task={name}", f"task.path={tmp_path}", "output_dir=.").task)
     rows = task.examples("train")

@@ -9,8 +9,6 @@ from helpers.families import FAMILIES
 from grpo.env.messages import Message, ToolCall
 from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Action, Step, Trajectory
-from grpo.extras.demo.smollm2 import tool_template
-from grpo.extras.grading.functions import last_number
 from grpo.system.errors import UserError
 from tasks.sums import CalledSums, Sums
 
@@ -36,6 +34,8 @@ def test_questions_are_those_of_the_seed_and_the_splits_share_none():
 
 
 def test_the_model_reads_worked_examples_and_its_last_number_counts():
+    from grpo.extras.grading.functions import last_number
+
     task = Sums(shots=1)
     row = {"left": 56, "sign": "-", "right": 26, "answer": 30}
     worked = (Message("user", "What is 12 + 7?"), Message("assistant", "12 + 7 = 19"))
@@ -77,6 +77,8 @@ def test_a_calculator_is_shown_in_the_examples_and_can_be_called():
 
 def test_the_template_with_tools_is_read_as_it_writes():
     """ChatML, with the call that `hermes` reads; the messages after a call continue the tokens before them."""
+    from grpo.extras.demo.smollm2 import tool_template
+
     tokenizer = FAMILIES["qwen25"].tokenizer()
     tokenizer.chat_template = Path(tool_template()).read_text()
     start = CalledSums(shots=1).build({"left": 62, "sign": "*", "right": 49, "answer": 3038}).start()

@@ -14,7 +14,6 @@ from grpo.data.rows import side
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
 from grpo.env.types import Example
-from grpo.extras.grading.answers import extract_answer
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from tasks import calculator, countdown, gsm8k, wordmath
@@ -74,6 +73,8 @@ def test_gsm8k_prompts():
 
 @real
 def test_gsm8k_grades_its_own_solutions():
+    from grpo.extras.grading.answers import extract_answer
+
     task = GSM8K(str(REAL_DATA))
     train, test = task.examples("train"), task.examples("test")
     assert (len(train), len(test)) == (1000, 1319)  # no row is empty, repeated or in both splits

@@ -8,8 +8,6 @@ from helpers.episodes import said
 
 from grpo.env.messages import Message
 from grpo.env.types import Action
-from grpo.extras.demo.demo_model import texts
-from grpo.extras.grading.answers import extract_answer
 from grpo.system.errors import UserError
 from tasks import wordmath
 from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side
@@ -17,6 +15,8 @@ from tasks.wordmath import EVENTS, LARGEST, Problem, Wordmath, draw, side
 
 def worked_answers(*arguments, **more) -> list[tuple[str, str]]:
     """Questions and answers."""
+    from grpo.extras.demo.demo_model import texts
+
     return [tuple(pair) for pair in texts(wordmath.worked_answers(*arguments, **more))]
 
 
@@ -123,6 +123,8 @@ def test_the_prompt_is_the_question():
 
 
 def test_hasty_answers_are_shorter_and_mostly_wrong():
+    from grpo.extras.grading.answers import extract_answer
+
     clean = worked_answers(1000, seed=0)
     hasty = worked_answers(1000, seed=0, hasty=0.5)
     clean_lines, hasty_lines = (sum(answer.count("\n") for _, answer in pairs) for pairs in (clean, hasty))

@@ -29,8 +29,6 @@ from grpo.data.rows import fingerprint
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
-from grpo.extras.report import write_report
-from grpo.extras.report.run import accuracy_intervals
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
@@ -78,6 +76,8 @@ class Full(L.Callback):
 
 @pytest.mark.slow
 def test_a_run_whose_last_policy_is_lost_has_not_finished(smoke, tmp_path, capsys, monkeypatch):
+    from grpo.extras.report import write_report
+
     monkeypatch.setattr("sys.argv", ["train.py"])
     words = ["callbacks=[samples,checkpoint,terminal]", "callbacks.checkpoint.every=1", "rollout.num_rollouts=3"]
     words.append("+callbacks.full={_target_: test_checkpoints.Full}")
@@ -240,6 +240,8 @@ def seen(run: Run) -> pd.DataFrame:
 
 
 def test_readers_of_a_run_tell_its_sets_apart(chosen):
+    from grpo.extras.report.run import accuracy_intervals
+
     run = Run(chosen)
     assert len(run.verdicts()) == 3 and run.evaluations([0])["set"].isna().sum() == 3 and len(seen(run)) == 4 * 4
     intervals = accuracy_intervals(run)

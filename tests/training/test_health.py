@@ -11,7 +11,6 @@ from conftest import compose_config
 
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.statistics import mean_interval
-from grpo.extras.demo.demo_model import SHIPPED
 from grpo.runs.health import warnings_of
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
@@ -56,6 +55,8 @@ def test_a_number_out_of_its_range_is_told_once(metric, well, unwell, words, cap
 
 
 def test_a_tiny_model_that_knows_another_task_is_told_before_training(caplog):
+    from grpo.extras.demo.demo_model import SHIPPED
+
     def at(rollout: int, accuracy: float, model: str = str(SHIPPED / "quiz"), task: object = None) -> list[str]:
         health = Health()
         health.foreign = untaught(SimpleNamespace(config=SimpleNamespace(name_or_path=model)), task)

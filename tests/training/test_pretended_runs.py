@@ -6,8 +6,6 @@ from helpers.runs import learned, rows
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from grpo.extras.preflight import allowance, sampling
-
 
 @pytest.fixture
 def device(monkeypatch):
@@ -34,6 +32,8 @@ def test_a_run_from_end_to_end(device, smoke, tmp_path, more, waits):
 @pytest.mark.slow
 def test_the_preflight(device, smoke, capsys, monkeypatch):
     """Its checks read what they compare, and pass as they do on a CPU. They have time for all, whatever the machine's speed."""
+    from grpo.extras.preflight import allowance, sampling
+
     monkeypatch.setattr(allowance, "LEAST", 600.0)
     monkeypatch.setattr(sampling, "PATIENCE", 600.0)
     learned(smoke("trainer=cpu", "optim.optimizer.fused=false", "preflight=warn", "rollout.num_rollouts=1"))

@@ -11,8 +11,6 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from grpo.extras.selection.samplers import Weighted
-from grpo.extras.selection.selection import Fewer, Replay
 from grpo.rollout.draw import Everything
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
@@ -167,6 +165,8 @@ def test_rounding_that_was_measured_in_another_number_type_is_unknown(dtype, rou
 
 def test_outcomes_go_with_their_rows():
     """Row 2 has moved to the front, and row 0 is gone."""
+    from grpo.extras.selection.samplers import Weighted
+
     rows = [{"n": n} for n in range(4)]
     before = Weighted(rows, 2, 0, None)
     before.latest = {0: (0.0, 0.0), 2: (1.0, 1.0), 3: (0.5, 0.5)}
@@ -177,6 +177,8 @@ def test_outcomes_go_with_their_rows():
 
 def test_a_state_goes_to_the_class_that_it_is_of(caplog):
     """Another selection begins without one, and a line says so; a part of it that stays goes on."""
+    from grpo.extras.selection.selection import Fewer, Replay
+
     replay = Replay()
     replay.kept = [(0, [])]
     saved = everything({"selection": replay})

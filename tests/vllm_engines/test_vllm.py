@@ -10,7 +10,6 @@ from helpers.models import CONTEXT, disturb, gap, next_logits
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine, eos_token_ids
 from grpo.engines.weights import checkpoint
-from grpo.extras.quantized.quantized import quantize
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
@@ -172,6 +171,8 @@ def test_an_adapter_is_merged_for_the_engine_alone(engine, model):
 
 
 def test_a_quantized_base_reaches_the_engine_as_it_is_in_the_trainer(engine, model):
+    from grpo.extras.quantized.quantized import quantize
+
     policy = peft.get_peft_model(quantize(model, "8bit"), peft.LoraConfig(r=4, init_lora_weights=False))
     engine.load_weights(policy, next(new_version))
     assert gap(policy, PROMPTS, engine.sample(PROMPTS, Sampling(max_tokens=16), seeds=[1, 2, 3])) < 1e-5
