@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lines  # benchmarks/lines.py
 import walks  # benchmarks/walks.py
+from helpers.appendices import LACKING, MAP
 from helpers.project import imports
 
 import grpo
@@ -18,6 +19,11 @@ ROOT = Path(__file__).parents[1]
 ROOMS = "system env data rewards objectives models engines rollout evaluation runs training".split()
 COMMAND_LINE = {"config", "apps", "__init__", "__main__"}
 EXTRAS = {path.name for path in (ROOT / "grpo" / "extras").iterdir() if (path / "__init__.py").is_file()}
+
+
+def test_the_map_has_every_appendix():
+    """So that a tree knows which ones it lacks."""
+    assert {*EXTRAS} <= MAP and MAP - {*EXTRAS} == LACKING
 
 
 def test_no_test_imports_another():

@@ -17,8 +17,9 @@ import grpo
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
-MAP = grpo.__doc__.partition("The appendices are")[2].partition("The command line")[0]
-LACKING = {name for name in re.findall(r"(\w+)/", MAP) if not (ROOT / "grpo/extras" / name).is_dir()} - {"extras"}
+TABLE = grpo.__doc__.partition("The appendices are")[2].partition("The command line")[0].partition("\n\n")[2]
+MAP = set(re.findall(r"(\w+)/", TABLE))
+LACKING = {name for name in MAP if not (ROOT / "grpo/extras" / name / "__init__.py").is_file()}
 LINES = [line.split("\t") for line in (ROOT / "grpo/moved.tsv").read_text(encoding="utf-8").splitlines()]
 GONE = [old for old, new in LINES if new.split(".")[1:3] in [["extras", name] for name in LACKING]]
 MODULES = re.compile(
