@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, check_model, check_run, completed, given_arguments, one_line_errors, quiet, run
+from grpo.config.appendix import of_appendix
 from grpo.config.resuming import check_data, recipe_of, save_config, sized
 
 
@@ -21,12 +22,10 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
 
     from grpo.apps.engines import ahead_of, engine_of
+    from grpo.apps.own_pieces import check_own, tried_sampler, tried_selection
     from grpo.apps.rows import with_rows
-    from grpo.extras.grading.answers import equal
+    from grpo.apps.unchecked import NoPreflight, NoSizes, no_forecast
     from grpo.extras.kernels.callback import KernelsCallback
-    from grpo.extras.preflight.callback import PreflightCallback
-    from grpo.extras.preflight.forecast import Sizes, forecast
-    from grpo.extras.preflight.own_pieces import check_own, tried_sampler, tried_selection
     from grpo.models.policy import with_adapter
     from grpo.objectives.checks import check_algorithm
     from grpo.rollout.rollouts import Rollouts
@@ -43,7 +42,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     L.seed_everything(config.seed, verbose=False)
     plan = instantiate(config.rollout)
     algorithm = instantiate(config.algo)
-    evaluator = instantiate(config.eval, equal=equal)
+    evaluator = instantiate(config.eval, equal=of_appendix("grading.answers.equal", eq))
     optim = instantiate(config.optim)
     check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit = instantiate(config.prompt_limit)
@@ -71,7 +70,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     rollout = RolloutCallback(rollouts, stop, ahead_of(rollouts, stop))
     kernels = KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
-    preflight = PreflightCallback(config.preflight, rollout, evaluator, examples, tokenizer)
+    checks = of_appendix("preflight.callback.PreflightCallback", NoPreflight)
+    preflight = checks(config.preflight, rollout, evaluator, examples, tokenizer)
     others = completed(instantiate(config.callbacks), tokenizer)
     check_own(play, engine, others, L.Callback)
     # called in this order
@@ -81,9 +81,12 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
         policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)
         return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, seed)
 
-    sizes = Sizes(module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer))
+    sizes = of_appendix("preflight.forecast.Sizes", NoSizes)(
+        module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer)
+    )
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=loggers, needs=sizes.needed)
     optim, parts = sizes.fitted(optim, trainer)
+    forecast = of_appendix("preflight.forecast.forecast", no_forecast)
     preflight.parts = forecast(sizes, trainer, parts, shown=bool(config.forecast) and first)
     if config.forecast == "only":
         return None, None

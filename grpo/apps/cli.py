@@ -115,6 +115,11 @@ def parsed() -> Namespace:
     return arguments
 
 
+def no_replay(config: DictConfig) -> NoReturn:
+    """In place of the preflight's `replay`, in a tree without it."""
+    raise UserError("replay=... needs grpo/extras/preflight, which this tree does not have")
+
+
 @contextmanager
 def one_line_errors(config_name: str) -> Iterator[None]:
     """Exit with one line if `explain` has one for the exception. Jobs use it too, because Hydra would add its own comment."""
@@ -256,10 +261,8 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
         words = arguments if overrides is not None or in_sweep() else TYPED
         check_code(resolved(config), folder_of(Path(config.ckpt_path or config.replay)), words, config.trust)
     if config.replay:
-        from grpo.apps.replay import replay  # imports torch
-
         quiet()
-        replay(config)
+        of_appendix("preflight.replay.replay", no_replay)(config)  # imports torch
         return None
     ungraded = without_grader(config)
     shows = not int(rank) and not in_sweep()

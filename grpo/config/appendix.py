@@ -1,4 +1,4 @@
-"""What the command line takes from an appendix, if the tree has it."""
+"""Takes functions and classes from an appendix for the command line, if the tree has it."""
 
 from importlib import import_module
 from importlib.util import find_spec

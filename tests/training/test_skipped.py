@@ -9,7 +9,7 @@ from conftest import compose_config
 from helpers.learning import ADVANTAGES, fresh, make_module, rollout
 from helpers.runs import VARIED, rows, state
 
-from grpo.apps.replay import replay
+from grpo.extras.preflight.replay import replay
 from grpo.runs.runs import Run
 from grpo.system.errors import UserError
 from train import train

@@ -9,7 +9,7 @@ import pytest
 from conftest import compose_config
 from hydra.utils import instantiate
 
-from grpo.extras.preflight.own_pieces import check_own, tried_sampler, tried_selection
+from grpo.apps.own_pieces import check_own, tried_sampler, tried_selection
 from grpo.extras.selection.samplers import Weighted
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError

@@ -5,9 +5,9 @@ import logging
 import pytest
 from conftest import EXAMPLES
 
+from grpo.apps.trial import try_task
 from grpo.env.messages import Message
 from grpo.env.types import Reward, SingleTurn
-from grpo.extras.preflight.trial import try_task
 from grpo.system.errors import UserError
 from tasks.jsonl import Jsonl
 

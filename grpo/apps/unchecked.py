@@ -1,0 +1,43 @@
+"""In place of the preflight, in a tree without it: no check, and no forecast of memory."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+
+from grpo.training.optimization import Optimization
+
+
+class NoPreflight(L.Callback):
+    """In place of PreflightCallback."""
+
+    def __init__(self, *_: Any) -> None:
+        """Takes what PreflightCallback takes."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the manifest gets: nothing."""
+        return {}
+
+
+@dataclass
+class NoSizes:
+    """In place of Sizes: the memory that a run needs is unknown, so layers are not recomputed unless the settings say so."""
+
+    make_module: Any
+    pretrained: Any
+    plan: Any
+    engine: Any
+    longest: Any
+
+    def needed(self, *_: Any) -> int:
+        """Return 0: unknown."""
+        return 0
+
+    def fitted(self, optim: Optimization, trainer: L.Trainer) -> tuple[Optimization, None]:
+        """Return the settings with a choice, and no parts of memory."""
+        return replace(optim, gradient_checkpointing=bool(optim.gradient_checkpointing)), None
+
+
+def no_forecast(*_: Any, **__: Any) -> list:
+    """In place of `forecast`."""
+    return []
