@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from operator import eq
 from pathlib import Path
 
 import hydra
@@ -9,6 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
+from grpo.config.appendix import of_appendix
 from grpo.config.composing import CONF
 from grpo.config.resuming import changes, policy_folder, resolved, save_config, saved_config
 from grpo.config.trust import check_code
@@ -69,7 +71,6 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.estimates import columns
     from grpo.evaluation.resumable import Scorecard, finished, policy_in
-    from grpo.extras.grading.answers import equal
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
     from grpo.system.output.console import console
@@ -92,6 +93,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
         out.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
         also(config.export, folder)
         return found["eval/accuracy"]["value"]
+    equal = of_appendix("grading.answers.equal", eq)
     evaluator = instantiate(config.eval, equal=equal)
     if evaluator.sets:
         raise UserError("eval.sets is for evaluations during training: evaluate each set by itself, with task=")

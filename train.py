@@ -1,6 +1,7 @@
 """Trains a policy with GRPO: builds all objects from the configuration, then fits the policy. Usage: `python train.py --help`."""
 
 from collections.abc import Sequence
+from operator import eq
 
 import hydra
 from hydra.utils import instantiate
