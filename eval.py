@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo.apps.cli import check_model, given_arguments, keep_secrets, one_line_errors, quiet, run
 from grpo.config.appendix import of_appendix
-from grpo.config.composing import CONF
+from grpo.config.composing import CONF, with_new_names
 from grpo.config.resuming import changes, policy_folder, resolved, save_config, saved_config
 from grpo.config.trust import check_code
 from grpo.config.validation import check_values
@@ -23,7 +23,7 @@ from grpo.system.files import write_json
 def main(config: DictConfig) -> float:
     """Evaluate, or compare if `compare` is set, with Hydra's configuration."""
     with one_line_errors("eval"):
-        check_values(config)
+        check_values(with_new_names(config))
         return compared(config) if config.compare else evaluate(config, given_arguments())
 
 
