@@ -25,6 +25,7 @@ from grpo.extras.migration.foreign import printed  # noqa: E402
 from grpo.system.metrics import metric_table  # noqa: E402
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TABLES = {"tests/data/architectures.md": "reference/models.md", "tests/data/written_values.md": "reference/values.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".md": "markdown"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
@@ -108,6 +109,9 @@ def reference_pages() -> dict[str, str]:
             f"The tests hold these cases; [the rules](../grading.md).\n\n{cases_table()}",
         ),
     }
+    for name, title in zip(TABLES, ("Models, measured", "Values of files of rows"), strict=True):
+        text = (ROOT / name).read_text(encoding="utf-8").replace("../../docs/", "../")
+        pages[PurePosixPath(TABLES[name]).stem] = (title, text)
     return {f"reference/{name}.md": f"# {title}\n\n{text}" for name, (title, text) in pages.items()}
 
 
@@ -150,8 +154,8 @@ def linked() -> set[str]:
 def destination(name: str, anchor: str) -> str:
     """Where the site shows a file of the repository."""
     path = PurePosixPath(name)
-    if name in PAGES:
-        return PAGES[name] + anchor
+    if name in PAGES | TABLES:
+        return (PAGES | TABLES)[name] + anchor
     if path.parts[0] == "docs":
         return str(path.relative_to("docs")) + anchor
     if path.suffix == ".py" and path.parts[0] == "grpo" and len(path.parts) > 2 and path.name != "__main__.py":

@@ -1,4 +1,4 @@
-"""Values of a file arrive as they are written: the table of docs/tasks.md, and files that are valid but unusual."""
+"""Values of a file arrive as they are written: tests/data/written_values.md, and files that are valid but unusual."""
 
 import re
 from datetime import date
@@ -15,7 +15,10 @@ from grpo.data.tables import line_of_csv
 from grpo.data.written import agrees, golds_in, texts_only
 from grpo.system.errors import UserError
 
-TABLE = [(re.findall("`([^`]*)`", texts), where, read) for texts, where, read in table("tasks.md", "written")]
+TABLE = [
+    (re.findall("`([^`]*)`", texts), where, read)
+    for texts, where, read in table("tests/data/written_values.md", "written")
+]
 KINDS = {kind: [row for row in TABLE if kind in row[1].split(", ")] for kind in ("JSONL", "JSON", "CSV", "Parquet")}
 
 

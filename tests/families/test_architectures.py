@@ -1,4 +1,4 @@
-"""Every architecture is exact, in the fastest layout that is exact for it, or refused; docs/models.md says which."""
+"""Every architecture is exact, in the fastest layout that is exact for it, or refused; tests/data/architectures.md says which."""
 
 import re
 from collections import Counter
@@ -8,7 +8,8 @@ from conftest import ROOT
 from helpers.architectures import ARCHITECTURES, place
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
-ROWS = re.findall(r"^(\| (\w+)[^|]* \|[^|]*\|[^|]*\|) ([^|]*`\w+Config`[^|]*) \|$", PAGE, re.MULTILINE)
+TABLE = (ROOT / "tests" / "data" / "architectures.md").read_text()
+ROWS = re.findall(r"^(\| (\w+)[^|]* \|[^|]*\|[^|]*\|) ([^|]*`\w+Config`[^|]*) \|$", TABLE, re.MULTILINE)
 QUICK = "Qwen 3 MoE|Qwen 3.5, text|gpt-oss|DeepSeek V3|Granite 4|Nemotron-H|RWKV|MiniMax|Llama 4, text".split("|")
 
 

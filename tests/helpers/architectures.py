@@ -1,6 +1,6 @@
 """Small models with random weights of the architectures that people train, and what is exact for each of them.
 
-`PYTHONPATH=.:tests python -m helpers.architectures` prints the table of docs/models.md.
+`PYTHONPATH=.:tests python -m helpers.architectures` prints the table of tests/data/architectures.md.
 """
 
 import re
@@ -238,7 +238,7 @@ def adapted(model: nn.Module, batch: TokenBatch) -> str:
 
 
 def place(name: str) -> tuple[str, str]:
-    """Return the beginning of the architecture's row in docs/models.md, and what the last cell of the row has for it."""
+    """Return the beginning of the architecture's row in the table, and what the last cell of the row has for it."""
     model, batch = made(name), batch_of([(9, [5, 8, 1]), (4, [2, 6])])
     entry = f"{name} (`{ARCHITECTURES[name][0]}`)"
     try:

@@ -35,9 +35,9 @@ def imports(file: Path) -> set[str]:
 
 
 def table(page: str, header: str) -> list[list[str]]:
-    """Return the rows of all tables of a page of docs/ whose first column has this header."""
+    """Return the rows of all tables of a page whose first column has this header."""
     found, inside = [], False
-    for line in (ROOT / "docs" / page).read_text().splitlines():
+    for line in (ROOT / page).read_text().splitlines():
         inside = line.startswith(f"| {header} |") or (inside and line.startswith("|"))
         if inside and line.startswith("| `"):
             found.append([cell.strip() for cell in line.strip("|").split("|")])
