@@ -61,8 +61,8 @@ def outside() -> None:
 def main() -> None:
     from grpo.engines.builtin.engine import TransformersEngine
     from grpo.engines.protocol import Sampling
-    from grpo.env.renderer import TokenizerRenderer
     from grpo.extras.tools.env import spec_of
+    from grpo.extras.tools.renderer import TokenizerRenderer
     from grpo.models.pretrained import Pretrained
     from grpo.rollout.episodes import play
     from grpo.rollout.types import Limits

@@ -13,8 +13,8 @@ from transformers import get_scheduler
 from grpo.data.prompts import Uniform
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.renderer import TokenizerRenderer
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.advantage import group_advantages
 from grpo.objectives.algorithm import Algorithm

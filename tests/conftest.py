@@ -113,7 +113,7 @@ def toy_model(toy: Path):
 def parts(toy, toy_model):
     """The engine and the renderer that `play` takes."""
     from grpo.engines.builtin.engine import TransformersEngine
-    from grpo.env.renderer import TokenizerRenderer
+    from grpo.extras.tools.renderer import TokenizerRenderer
     from grpo.models.pretrained import Pretrained
 
     engine = TransformersEngine()

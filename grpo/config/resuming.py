@@ -42,11 +42,13 @@ NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is co
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 NAME = re.compile(r"\b(?:grpo|tasks)(?:\.\w+)+")  # of a module, or of what is in it
-SLOTS = {  # of conf/, which an earlier version filled itself: the owner's class, its key, and the name and the value of the slot
-    "grpo.training.callbacks.checkpoint.Checkpoint": (
-        "callbacks.checkpoint",
-        {"card": {"_target_": "grpo.extras.export.model_card.write_card", "_partial_": True}},
-    ),
+SLOTS = {  # of conf/, which an earlier version filled itself: by the class that has them, the name and the value of each
+    "grpo.training.callbacks.checkpoint.Checkpoint": {
+        "card": {"_target_": "grpo.extras.export.model_card.write_card", "_partial_": True}
+    },
+    "grpo.models.pretrained.Pretrained": {
+        "quantizer": {"_target_": "grpo.extras.quantized.quantized.quantize", "_partial_": True}
+    },
 }
 MISSING = object()
 
@@ -229,11 +231,17 @@ def saved_config(folder: Path) -> DictConfig:
         config, reason = None, f": {one_line(error, 200)}"
     if not isinstance(config, DictConfig) or "task" not in config:
         raise UserError(f"{file} is no configuration of a run{reason}")
-    for owner, (key, slots) in SLOTS.items():
-        node = OmegaConf.select(config, key)
-        if isinstance(node, DictConfig) and node.get("_target_") == owner:
-            node.update({name: value for name, value in slots.items() if name not in node})
-    return config
+    return OmegaConf.create(with_slots(OmegaConf.to_container(config)))
+
+
+def with_slots(node: Any) -> Any:
+    """Return a part of a configuration with the slots of its classes that it lacks, which it gets in place."""
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        with_slots(inner)
+    if isinstance(node, dict):
+        for name, value in SLOTS.get(str(node.get("_target_")), {}).items():
+            node.setdefault(name, value)
+    return node
 
 
 def save_config(config: DictConfig) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from grpo.extras.quantized.quantized import Quantized, dequantize
-from grpo.models.adapted import without_adapter
+from grpo.models.adapted import dequantize, without_adapter
 from grpo.models.language import beside_language
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
@@ -72,7 +71,8 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.{leaf}", merged(owner).state_dict()[leaf]
         else:
             layer = base.get_submodule(name.rpartition(".")[0])
-            yield name, layer.values() if isinstance(layer, Quantized) and name.endswith(".weight") else whole(tensor)
+            stored = name.endswith(".weight") and hasattr(layer, "dequantized")
+            yield name, layer.dequantized() if stored else whole(tensor)
 
 
 def as_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -8,20 +8,7 @@ from itertools import count
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.thoughts import Written
 
-# ways in which templates take calls. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's
-HOW: tuple[Mapping[str, bool], ...] = (
-    {},
-    {"text": True},
-    {"empty": True},
-    {"text": True, "empty": True},
-    {"named": True},
-)
 # messages and tools of trials
-TRIED = ToolCall("find", {"text": 'a "b"\nc', "k": 2, "deep": True})
-FIND = ToolSpec(
-    "find", "Find.",
-    {"type": "object", "properties": {"text": {"type": "string"}, "k": {"type": "integer"}, "deep": {"type": "boolean"}}},
-)  # fmt: skip
 ASKED = (Message("user", "1 + 2?"),)
 ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 
@@ -40,8 +27,8 @@ def as_dicts(
     """Return messages in the form that chat templates take. A call whose id is not nine letters or digits, as Mistral's templates
     want it, gets one made of its place. An answer gets the id of its call.
 
-    way: rewrites a message of the policy with its thought; a last message is left as it is, since it is continued. how: how calls
-    are written (see HOW).
+    way: rewrites a message of the policy with its thought; a last message is left as it is, since it is continued.
+    how: how calls are written. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's.
     """
     how = how or {}
     dicts = [message.as_dict() for message in messages]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from inspect import signature
+from itertools import takewhile
 from typing import Any
 
 from grpo.env.messages import message_of, shown, tool_of
@@ -62,3 +63,11 @@ def next_of(result: Any) -> State | Reward | None:
     if result is None:
         return None
     return reward_of(result) if hasattr(result, "value") else state_of(result)
+
+
+def observation(state: State) -> str:
+    """Return what is new to the policy in a state: the texts since its last message, or the prompt that stands for them."""
+    if state.prompt is not None:
+        return str(state.prompt)
+    new = takewhile(lambda message: message.role != "assistant", reversed(state.messages))
+    return "\n".join(message.content for message in reversed([*new]))

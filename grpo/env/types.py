@@ -7,7 +7,6 @@ records that come out of them (`StateLike`, `RewardLike`), which env/intake.py c
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Literal, Protocol
 
 from grpo.env.messages import Message, MessageLike, ToolSpec
@@ -34,14 +33,6 @@ class State:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     reward: float = 0.0
-
-
-def observation(state: State) -> str:
-    """Return what is new to the policy in a state: the texts since its last message, or the prompt that stands for them."""
-    if state.prompt is not None:
-        return str(state.prompt)
-    new = takewhile(lambda message: message.role != "assistant", reversed(state.messages))
-    return "\n".join(message.content for message in reversed([*new]))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pandas as pd
 
 from grpo.engines.protocol import Engine, Sampling
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.types import Example, Split, Task
 from grpo.evaluation.estimates import Equal, columns, estimates
 from grpo.evaluation.statistics import Estimate

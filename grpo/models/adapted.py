@@ -1,4 +1,8 @@
-"""The layers that an adapter covers: PEFT's refusals with the setting that works, and the share of the weights."""
+"""The layers that an adapter covers: PEFT's refusals with the setting that works, and the share of the weights.
+
+The base below an adapter may be quantized. A quantized layer says so by its method `dequantized`, which returns the weight,
+[out, in], that it computes with.
+"""
 
 import logging
 import re
@@ -57,3 +61,18 @@ def check_adapted(policy: nn.Module) -> None:
     share, but = 100 * covered / sum(p.numel() for p in base.values()), " (not its experts)" if left else ""
     leaves = {name.rpartition(".")[2] if kind == "weight" else f"experts' {kind}" for name, kind in kinds.items()}
     log.info("LoRA covers %.0f %% of the weights%s: %s", share, but, ", ".join(sorted(leaves)))
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """Turn the quantized layers of a model into plain ones with the same values, in place."""
+    for layer in model.modules():
+        if hasattr(layer, "dequantized"):
+            layer.weight = nn.Parameter(layer.dequantized(), requires_grad=False)
+            layer.__class__ = nn.Linear
+    return model
+
+
+def refuse_quantized(model: nn.Module, by: str, instead: str) -> None:
+    """Raise UserError if a layer of the model is quantized. by: the setting that refuses it. instead: what to set."""
+    if any(hasattr(layer, "dequantized") for layer in model.modules()):
+        raise UserError(f"{by} does not take a quantized base: set {instead}")

@@ -1,19 +1,19 @@
 """A Hugging Face causal language model in a folder or on the hub, and how to load it."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo.extras.quantized.quantized import Bits, dequantize, quantize
+from grpo.models.adapted import dequantize
 from grpo.models.language import is_multimodal, learning, loader_of
 from grpo.system.errors import UserError
 from grpo.system.loading import STRICT, finite, fully_loaded
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "liger", "none"]
+Bits = Literal["4bit", "8bit"]
 
 
 @enforced("model")
@@ -31,15 +32,17 @@ class Pretrained:
     """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in float16 the
-    loss has a scale. quantization: of the base of an adapter. chat_template: None for the tokenizer's, a
-    file with another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
-    grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
+    loss has a scale. quantization: of the base of an adapter; quantizer: what stores it so, in place, called with the
+    model and the quantization. chat_template: None for the tokenizer's, a file with another one, or "none" for prompts of
+    plain text, for a base model. kernels: of a policy that learns on a GPU, see grpo/extras/kernels/liger.py; auto:
+    Liger's if they are installed. called: the group of its keys, in errors.
     """
 
     path: str
     revision: str | None = None
     dtype: Dtype = "float32"
     quantization: Bits | None = None
+    quantizer: Callable[..., Any] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -61,6 +64,15 @@ class Pretrained:
             what = f"has no {part} that transformers can load" if Path(self.path).exists() else nowhere
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
             raise UserError(f"{self.named} {what}: {reason}") from error
+
+    def _ready(self, model: nn.Module) -> nn.Module:
+        """Return the model with its weights as they are stored: quantized and frozen, or ready to learn."""
+        if not self.quantization:
+            return learning(model)
+        if self.quantizer is None:
+            line = f"{self.called}.quantization={self.quantization} needs {self.called}.quantizer"
+            raise UserError(f"{line}, a function as grpo.extras.quantized.quantized.quantize; or set it to null")
+        return self.quantizer(model, self.quantization)
 
     def base(self) -> "Pretrained | None":
         """Return the model that an adapter's folder adapts; None if the folder holds a whole model."""
@@ -133,7 +145,7 @@ class Pretrained:
             )
             .eval()
         )
-        return quantize(model, self.quantization) if self.quantization else learning(model)
+        return self._ready(model)
 
     def model(self, mapped: bool = False) -> nn.Module:
         """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and engine disagree.
@@ -160,7 +172,7 @@ class Pretrained:
         if mapped:
             model.config.get_text_config().dtype = model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             model.is_mapped = True
-        return quantize(model, self.quantization) if self.quantization else learning(model)
+        return self._ready(model)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from grpo.engines.context import check_context
 from grpo.engines.logprobs import is_logprob
 from grpo.engines.protocol import Engine, Sampling
 from grpo.engines.stop_texts import StopTexts
-from grpo.env.renderer import message_after
+from grpo.env.rendering import message_after
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.env.types import State
 from grpo.system.background import Background, stop_all
@@ -28,7 +28,7 @@ from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import UserError
 
 if TYPE_CHECKING:  # eval.py compare= must not import transformers
-    from grpo.env.renderer import Renderer
+    from grpo.env.rendering import Renderer
 
 Place = tuple[int, int]  # an episode: index of its example, index of its sample
 TOGETHER = 0.005  # seconds in which prompts for an eager engine share a call

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from grpo.engines.protocol import Engine, Sampling
-from grpo.env.renderer import Renderer, message_read, rendered_prompt
+from grpo.env.rendering import Renderer, message_read, rendered_prompt
 from grpo.env.tokens import Turn
 from grpo.env.types import Action, End, Example, Reward, State, Step, Task, Trajectory
 from grpo.rollout.engine_queue import EngineQueue

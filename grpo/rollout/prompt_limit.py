@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from grpo.data.rows import picked, spread
 from grpo.engines.protocol import Sampling
 from grpo.env.intake import build, close_env, first_state, state_of
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.types import Example, SingleTurn, Split, State, Task
 from grpo.rollout.types import Limits
 from grpo.system.calls import awaited

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.data.prompts import Sampler
 from grpo.engines.protocol import Engine
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.types import Example, Task
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import Scores

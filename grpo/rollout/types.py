@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from grpo.engines.protocol import Sampling
+from grpo.env.intake import observation
 from grpo.env.tokens import Turn
-from grpo.env.types import Example, Reward, Trajectory, observation
+from grpo.env.types import Example, Reward, Trajectory
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Positive, Seconds, Whole, enforced
 

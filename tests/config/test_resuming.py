@@ -64,6 +64,11 @@ def test_names_of_an_earlier_version_are_those_of_now(run):
     config = saved_config(run)
     assert get_class(config.source._target_).__name__ == "Atropos"
     assert get_method(config.tokenizer._target_).__name__ == "given"
+    key = "  quantizer:\n    _target_: grpo.extras.quantized.quantized.quantize\n    _partial_: true\n"
+    text = file.read_text()
+    assert key in text
+    file.write_text(text.replace(key, "").replace("\n  quantization: null", "\n  quantization: 4bit"))
+    assert get_method(saved_config(run).model.quantizer._target_).__name__ == "quantize"
     library = "warm_start:\n  worked_answers: tasks.reasoning_gym.worked_answers\ntask:\n  _target_: tasks.gym.Gym\n"
     file.write_text(library)
     config = saved_config(run)

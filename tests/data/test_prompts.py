@@ -5,7 +5,7 @@ from conftest import EXAMPLES
 
 from grpo.data.prompts import Uniform
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.prompt_limit import PromptLimit
 from grpo.system.errors import UserError

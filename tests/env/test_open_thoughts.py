@@ -10,11 +10,12 @@ from helpers.families import FAMILIES, TOOLS, add, spelled
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall, message_of
-from grpo.env.renderer import TokenizerRenderer, message_after, message_read
+from grpo.env.rendering import message_after, message_read
 from grpo.env.thoughts import after_thoughts
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.extras.tools.env import ToolEnv
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rollout.episodes import play
 

@@ -13,8 +13,8 @@ from tokenizers import normalizers
 
 from eval import as_in_run
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Action
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.system.errors import UserError
 
 QUESTION = Message("user", "How many are 1 + 2?")

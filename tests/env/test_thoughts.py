@@ -8,11 +8,11 @@ from helpers.families import FAMILIES, TOOLS, real, shipped, spelled
 from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall, message_of
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import UNKNOWN
 from grpo.env.thoughts import oddity, parted, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, State, Step, Trajectory
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.types import Sample
 from grpo.system.errors import UserError
 

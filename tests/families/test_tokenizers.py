@@ -11,7 +11,7 @@ from helpers.real_tokenizers import CACHE, HASHES
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer
+from grpo.extras.tools.renderer import TokenizerRenderer
 
 ASK, SURE, THREE = Message("user", "How many are 1 + 2?"), Message("user", "Sure?"), Message("tool", "3", name="add")
 CALL = ToolCall("add", {"a": 1, "b": 2})

@@ -14,8 +14,8 @@ from conftest import EXAMPLES
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from grpo.env.renderer import TokenizerRenderer
 from grpo.extras.tools.env import spec_of
+from grpo.extras.tools.renderer import TokenizerRenderer
 
 
 def add(a: int, b: int) -> int:

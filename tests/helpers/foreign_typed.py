@@ -2,7 +2,7 @@
 
 from grpo.engines.protocol import Engine
 from grpo.env.messages import MessageLike
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.tokens import CompletionLike
 from grpo.env.types import Env, EnvBuilder, RewardLike, RewardModel, StateLike, Task
 from helpers import foreign

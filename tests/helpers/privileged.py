@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from conftest import EXAMPLES
 
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.module import Taught
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Sample

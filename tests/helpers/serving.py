@@ -12,12 +12,13 @@ from pathlib import Path
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
-from grpo.env.renderer import Renderer, TokenizerRenderer
+from grpo.env.rendering import Renderer
 from grpo.extras.serve.api import Server
 from grpo.extras.serve.batching import Batching
 from grpo.extras.serve.limits import RequestLimits
 from grpo.extras.serve.served_weights import ServedWeights
 from grpo.extras.serve.service import Service
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 
 PROMPT = [1, 7, 9, 22, 23]

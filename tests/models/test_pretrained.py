@@ -15,7 +15,7 @@ from grpo.apps.cli import check_model
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import InMemory, Pretrained
 from grpo.system.errors import UserError
 

@@ -27,9 +27,9 @@ from grpo.config.explain import explain
 from grpo.config.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.renderer import TokenizerRenderer
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.evaluation.statistics import mean_interval
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.runs.runs import Run
 from grpo.system.errors import StopError, UserError

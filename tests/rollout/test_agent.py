@@ -12,10 +12,10 @@ from eval import evaluate
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion
 from grpo.env.types import Reward, State
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate

@@ -5,9 +5,10 @@ from conftest import ROOT, seed
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer, rendered_prompt
+from grpo.env.rendering import rendered_prompt
 from grpo.env.tokens import Completion, Row, Turn, rows_of_turns
 from grpo.env.types import Action, State, Step
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits

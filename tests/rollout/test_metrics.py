@@ -10,10 +10,10 @@ from conftest import EXAMPLES, compose_config, seed
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.engine_queue import EngineQueue

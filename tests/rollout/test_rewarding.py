@@ -15,9 +15,9 @@ from helpers.time_limits import keep_for
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
 from grpo.env.types import Reward, SingleTurn
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rewards.combined import Rewards
 from grpo.rollout.collate import collate, scores

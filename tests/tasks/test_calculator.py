@@ -8,7 +8,7 @@ import pytest
 from helpers.episodes import played
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer
+from grpo.extras.tools.renderer import TokenizerRenderer
 from tasks.calculator import LARGEST, Calculator, calculator, conversation, worked_answers
 from tasks.wordmath import Problem, draw, side
 

@@ -13,10 +13,10 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.intake import close_env
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits

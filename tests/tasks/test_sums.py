@@ -7,8 +7,8 @@ from helpers.episodes import said
 from helpers.families import FAMILIES
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.types import Action, Step, Trajectory
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.system.errors import UserError
 from tasks.sums import CalledSums, Sums
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from grpo.engines.vllm.engine import VLLMEngine
-from grpo.env.renderer import TokenizerRenderer
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.runs.runs import Run
 from tasks.gsm8k import GSM8K
 from train import train

@@ -119,12 +119,13 @@ def whole_model(policy: Path, run: Path, dtype: str | None, trust: bool = False)
 
     from grpo.config.resuming import saved_config
     from grpo.config.trust import check_code
+    from grpo.extras.quantized.quantized import quantize
     from grpo.models.pretrained import Pretrained
 
     settings = saved_config(run).model if (run / "config.yaml").exists() else {}
     trusted, bits = settings.get("trust_remote_code", False), settings.get("quantization")
     check_code({"model": {"trust_remote_code": trusted}}, run, (), trust, "--trust")
-    pretrained = Pretrained(str(policy), quantization=bits, trust_remote_code=trusted)
+    pretrained = Pretrained(str(policy), quantization=bits, quantizer=quantize, trust_remote_code=trusted)
     stored = (pretrained.base() or pretrained).config().dtype or torch.float32
     return replace(pretrained, dtype="float32").model().to(getattr(torch, dtype) if dtype else stored)
 

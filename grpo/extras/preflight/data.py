@@ -15,7 +15,7 @@ from grpo.data.dataset import Dataset
 from grpo.data.rows import at, key_of
 from grpo.data.written import agrees, golds_in, texts_only
 from grpo.env.messages import Message
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.scoring import place_of
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.intake import asked_for, build, close_env
-from grpo.env.renderer import message_read
+from grpo.env.rendering import message_read
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import EnvBuilder, SingleTurn, Step

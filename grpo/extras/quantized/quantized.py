@@ -5,14 +5,14 @@ use the same base. bitsandbytes' own layers do not: in evaluation mode those of 
 depend on the batch, and on some CPUs those of 4 bits change their storage.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grpo.models.pretrained import Bits
 from grpo.system.errors import UserError
 
-Bits = Literal["4bit", "8bit"]
 BLOCK, OF_SCALES = 64, 256  # weights that share a scale, and scales that share one
 
 
@@ -32,7 +32,7 @@ class Quantized(nn.Linear):
         for name, part in parts.items():
             self.register_buffer(name, part, persistent=False)
 
-    def values(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Return the weight that the codes stand for, [out, in], in the number type of the model."""
         if self.bits == "8bit":
             return (self.weight * self.scale).to(self.dtype)
@@ -52,11 +52,11 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Quantized) -> Tensor:
         ctx.layer = layer
-        return x @ layer.values().T
+        return x @ layer.dequantized().T
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.values().to(gradient.dtype), None
+        return gradient @ ctx.layer.dequantized().to(gradient.dtype), None
 
 
 def in_8_bits(weight: Tensor) -> dict[str, Tensor]:
@@ -92,18 +92,3 @@ def quantize(model: nn.Module, bits: Bits) -> nn.Module:
     for name in chosen:
         model.set_submodule(name, Quantized(model.get_submodule(name), bits))
     return model.requires_grad_(False)
-
-
-def dequantize(model: nn.Module) -> nn.Module:
-    """Turn the quantized layers of a model into plain ones with the same values, in place."""
-    for layer in model.modules():
-        if isinstance(layer, Quantized):
-            layer.weight = nn.Parameter(layer.values(), requires_grad=False)
-            layer.__class__ = nn.Linear
-    return model
-
-
-def refuse_quantized(model: nn.Module, by: str, instead: str) -> None:
-    """Raise UserError if a layer of the model is quantized. by: the setting that refuses it. instead: what to set."""
-    if any(isinstance(layer, Quantized) for layer in model.modules()):
-        raise UserError(f"{by} does not take a quantized base: set {instead}")

@@ -16,9 +16,10 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.context import check_context
 from grpo.engines.protocol import Sampling
 from grpo.engines.stop_texts import StopTexts
+from grpo.env.chat_template import encoded
 from grpo.env.intake import no_tokens
 from grpo.env.messages import cut, shown
-from grpo.env.renderer import Renderer, encoded, message_after
+from grpo.env.rendering import Renderer, message_after
 from grpo.env.tokens import Completion
 from grpo.extras.serve.batching import Batching, Unavailable
 from grpo.extras.serve.dialects.chat import CHAT

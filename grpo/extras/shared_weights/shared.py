@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo.engines.context import Bound
 from grpo.engines.room import Room
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
-from grpo.extras.quantized.quantized import refuse_quantized
 from grpo.extras.shared_weights.lora import adapter_of, args_of, base_parameters, runner, swap
+from grpo.models.adapted import refuse_quantized
 from grpo.system.errors import UserError
 from grpo.system.memory import storage_of
 from grpo.system.ranges import Count

@@ -17,7 +17,7 @@ from grpo.engines.logprobs import is_logprob
 from grpo.engines.weights import eos_token_ids
 from grpo.env.intake import no_tokens
 from grpo.env.messages import Message
-from grpo.env.renderer import Renderer, message_after
+from grpo.env.rendering import Renderer, message_after
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.models.pretrained import Pretrained

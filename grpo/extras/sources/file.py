@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.extras.sources.conversion import Conversion
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollouts

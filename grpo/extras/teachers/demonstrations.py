@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Example, State, Task
 from grpo.extras.selection.selection import Outer

@@ -15,7 +15,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from grpo.env.renderer import TokenizerRenderer
+from grpo.env.chat_template import TemplateRenderer
 from grpo.env.types import State, Step
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Group
@@ -26,7 +26,7 @@ MARK, MARKS = "[=[{}]=]", r"\[=\[(\d+)\]=\]"  # a text that no template changes
 
 
 def observed(
-    tokens: TokenBatch, groups: Sequence[Group], size: int, renderer: TokenizerRenderer
+    tokens: TokenBatch, groups: Sequence[Group], size: int, renderer: TemplateRenderer
 ) -> tuple[Tensor, int, int]:
     """Return which tokens are words of a message after the policy's first one, [B, C] bool; how many messages were found; and how
     many there were. groups: of the whole rollout; size: G, the samples of its largest group.
@@ -57,7 +57,7 @@ def said(before: Step, after: Step) -> list[int]:
     return [i for i in range(first, len(messages)) if messages[i].role in ROLES]
 
 
-def bodies(ids: Sequence[int], state: State, places: Sequence[int], renderer: TokenizerRenderer) -> Iterator[range]:
+def bodies(ids: Sequence[int], state: State, places: Sequence[int], renderer: TemplateRenderer) -> Iterator[range]:
     """Yield the places of each message's tokens in `ids`, the end of a state's prompt, the last message first; those before one
     that is not found are not found either. places: of the messages in the state."""
     if not (ids and places):

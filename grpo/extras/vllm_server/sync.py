@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grpo.engines.weights import buckets, checksum
-from grpo.extras.quantized.quantized import refuse_quantized
 from grpo.extras.vllm_server.http import HEALTH, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
+from grpo.models.adapted import refuse_quantized
 from grpo.system import distributed
 from grpo.system.deadline import deadline
 from grpo.system.errors import UserError

@@ -9,8 +9,9 @@ from conftest import preset
 from helpers.learning import GROUPS, fresh, make_module, rollout
 from torch import tensor
 
+from grpo.env.intake import observation
 from grpo.env.messages import Message
-from grpo.env.types import State, observation
+from grpo.env.types import State
 from grpo.extras.losses.turns import RoleBaseline, gigpo, optimal_token, peers, remax, returns, turn_returns
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.checks import check_algorithm

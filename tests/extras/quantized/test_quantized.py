@@ -31,7 +31,7 @@ def policy(toy, bits):
 
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(1)
-    return with_adapter(Pretrained(str(toy), quantization=bits).model(), config)
+    return with_adapter(Pretrained(str(toy), quantization=bits, quantizer=quantize).model(), config)
 
 
 def layer_of(rows: list[list[float]], bits: str) -> Quantized:
@@ -43,7 +43,7 @@ def layer_of(rows: list[list[float]], bits: str) -> Quantized:
 def test_8_bits_divide_the_largest_weight_of_a_row_by_127():
     layer = layer_of([[127.0, -63.6, 0.4], [0.0, 0.0, 0.0], [-1.27, 0.026, 0.0]], "8bit")
     assert layer.weight.tolist() == [[127, -64, 0], [0, 0, 0], [-127, 3, 0]]
-    assert layer.values().flatten().tolist() == pytest.approx([127, -64, 0, 0, 0, 0, -1.27, 0.03, 0])
+    assert layer.dequantized().flatten().tolist() == pytest.approx([127, -64, 0, 0, 0, 0, -1.27, 0.03, 0])
     assert layer(torch.tensor([[1.0, 1.0, 0.0]])).flatten().tolist() == pytest.approx([63.5, 0.5, -0.74])
 
 
@@ -55,7 +55,9 @@ def test_4_bits_are_those_of_bitsandbytes(dtype):
     codes, state = functional.quantize_4bit(
         linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
     )
-    assert torch.equal(layer.weight, codes) and torch.equal(layer.values(), functional.dequantize_4bit(codes, state))
+    assert torch.equal(layer.weight, codes) and torch.equal(
+        layer.dequantized(), functional.dequantize_4bit(codes, state)
+    )
 
 
 def test_the_bytes_that_a_weight_takes():
@@ -94,7 +96,9 @@ def test_engines_and_files_have_the_policy_that_learns(toy, policy, bits, tmp_pa
     assert torch.allclose(sent(IDS).logits, expected, atol=1e-5)
 
     policy.save_pretrained(tmp_path)
-    assert torch.allclose(Pretrained(str(tmp_path), quantization=bits).model()(IDS).logits, expected, atol=1e-5)
+    assert torch.allclose(
+        Pretrained(str(tmp_path), quantization=bits, quantizer=quantize).model()(IDS).logits, expected, atol=1e-5
+    )
 
 
 def test_what_cannot_be_quantized_is_refused(toy, toy_model, bits, monkeypatch):
@@ -105,7 +109,7 @@ def test_what_cannot_be_quantized_is_refused(toy, toy_model, bits, monkeypatch):
             pretrained.model(**settings)
         return str(error.value)
 
-    pretrained = Pretrained(str(toy), quantization=bits)
+    pretrained = Pretrained(str(toy), quantization=bits, quantizer=quantize)
     for adapter, line in (("none", "frozen: set adapter=lora"), ("lora", "")):
         config = compose_config("output_dir=.", f"adapter={adapter}")
         if line:

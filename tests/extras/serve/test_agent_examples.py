@@ -13,9 +13,9 @@ from conftest import ROOT, seed
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Reward
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits

@@ -15,11 +15,11 @@ from helpers.time_limits import keep_for
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.demo.demo_model import make_model, make_tokenizer
 from grpo.extras.serve.sessions import NoAnswer, posted
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits

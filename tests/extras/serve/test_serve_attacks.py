@@ -16,10 +16,10 @@ from helpers.serving import PROMPT, Client, Counting, line_of, served, until
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.env.renderer import TokenizerRenderer
 from grpo.extras.demo.demo_model import make_model
 from grpo.extras.serve.__main__ import main, secret_of
 from grpo.extras.serve.batching import Batching, SampleRequest
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 

@@ -8,10 +8,10 @@ import torch
 from conftest import preset
 
 import grpo
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.tokens import Completion, rows_of_turns
 from grpo.extras.sources.conversion import Conversion
 from grpo.extras.sources.file import Recorded
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.rollout_metrics import rollout_metrics

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
-from grpo.env.renderer import TokenizerRenderer
 from grpo.env.scoring import score_group
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.extras.teachers.demonstrations import Beside, Demonstrations, demonstration_of
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.teaching import Imitation
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Limits
 from grpo.system.errors import UserError

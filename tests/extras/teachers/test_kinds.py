@@ -22,7 +22,7 @@ from helpers.serving import served
 from grpo.config.early import check_early
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.demo.demo_model import make_model, make_tokenizer
-from grpo.extras.quantized.quantized import Quantized
+from grpo.extras.quantized.quantized import Quantized, quantize
 from grpo.extras.teachers.kinds import Model, Passes, Start, Teacher
 from grpo.extras.teachers.module import Taught
 from grpo.extras.teachers.server import Served
@@ -165,7 +165,7 @@ def test_an_adapter_and_a_quantized_model_are_teachers(toy, tmp_path):
     batch = tokens()
     found = attached(model(tmp_path, toy), toy).logprobs(batch, Passes(1.0))
     torch.testing.assert_close(found, of_tokens(truth(adapted, batch), batch), atol=1e-5, rtol=0)
-    small = attached(Model(Pretrained(str(toy), quantization="8bit")), toy)
+    small = attached(Model(Pretrained(str(toy), quantization="8bit", quantizer=quantize)), toy)
     assert any(isinstance(layer, Quantized) for layer in small.loaded.modules())
     gap = (small.logprobs(batch, Passes(1.0)) - of_tokens(truth(toy, batch), batch)).abs()
     assert 0 < gap.max() < 0.1

@@ -13,7 +13,7 @@ from helpers.learning import make_module
 from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall
-from grpo.env.renderer import TokenizerRenderer, rendered_prompt
+from grpo.env.rendering import rendered_prompt
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.demo.demo_model import make_model
@@ -21,6 +21,7 @@ from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.module import Taught
 from grpo.extras.teachers.observed import begin, observed
 from grpo.extras.teachers.teaching import Imitation
+from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.objectives.kl import KL
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample

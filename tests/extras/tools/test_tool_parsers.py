@@ -9,7 +9,7 @@ import pytest
 from helpers.families import FAMILIES, shipped
 
 from grpo.env.messages import Message, ToolCall, ToolSpec
-from grpo.env.renderer import FormName, TokenizerRenderer
+from grpo.extras.tools.renderer import FormName, TokenizerRenderer
 from grpo.extras.tools.tool_forms import FORMS, message_of_text
 from grpo.system.errors import UserError
 

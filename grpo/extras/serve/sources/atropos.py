@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.extras.serve.sources.open_engine import OpenEngine
 from grpo.extras.sources.conversion import Conversion
 from grpo.models.pretrained import Pretrained

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.env.renderer import Renderer
+from grpo.env.rendering import Renderer
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.extras.serve.api import make_app
 from grpo.extras.serve.batching import Batching

@@ -1,4 +1,4 @@
-"""Messages <-> tokens: the one seam between the two worlds."""
+"""Renders with a tokenizer's own chat template, and finds out by trying how it writes thoughts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -6,68 +6,36 @@ from datetime import datetime
 from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env import thoughts
-from grpo.env.chat_dicts import ADD, ASKED, FIND, HOW, TRIED, as_dicts, called
-from grpo.env.intake import asked_for, no_tokens
-from grpo.env.messages import Message, MessageLike, ToolSpec, message_of, shown
+from grpo.env.chat_dicts import ADD, ASKED, as_dicts, called
+from grpo.env.messages import Message, ToolSpec
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, left_open, parted
-from grpo.env.tokens import Turn
-from grpo.env.types import State, Step
-from grpo.extras.tools.tool_forms import FORMS, message_of_text
 from grpo.system.errors import UserError, one_line
-from grpo.system.ranges import enforced
-
-FormName = Literal[  # of tool_forms.FORMS
-    "auto", "hermes", "llama3", "mistral", "granite", "glm", "gemma4", "lfm2", "olmo3", "deepseek", "seed", "minimax", "kimi",
-    "harmony",
-]  # fmt: skip
-
 
 ENOUGH = "It is three."  # an answer with which a template is tried
 
 
-class Renderer(Protocol):
-    """Converts between messages and token ids."""
-
-    def prompt_ids(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
-    ) -> Sequence[int]:
-        """The conversation as the policy reads it, up to where its next words begin. A renderer for
-        programs that send raw prompts takes a text too, as it is.
-
-        before: the prompt and completion ids of an earlier turn. The result begins with these very ids wherever the
-        conversation, as text, begins with their text: what was sampled is never tokenized again. Else (a template that strips
-        thinking from history, a call spelled differently, an environment that rewrites history) all is rendered anew.
-        """
-
-    def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> MessageLike:
-        """The policy's message; with tools, also its calls of them. A `parse` with a parameter `before` gets the ids of the
-        prompt, after which the message may begin inside a thought."""
-
-
-class TokenizerRenderer:
+class TemplateRenderer:
     """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base model expects.
 
     A conversation that ends with an assistant message is continued, not answered (a prefill). keep: a longer prompt keeps this
-    many tokens, those at its end; None: all. tool_calls: the form in which the policy writes calls (see
-    `tool_forms`); auto is the one that reads what the template writes. template_args: further variables of the template, as
-    enable_thinking. date: the day for templates that write the date, as 2026-01-31; None for today's.
+    many tokens, those at its end; None: all. template_args: further variables of the template, as enable_thinking.
+    date: the day for templates that write the date, as 2026-01-31; None for today's. It reads no calls of tools:
+    subclasses do.
     """
 
-    @enforced("renderer")
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         keep: int | None = None,
-        tool_calls: FormName = "auto",
         template_args: Mapping[str, Any] | None = None,
         date: str | None = None,
     ) -> None:
-        self.tokenizer, self.keep, self.tool_calls, self.date = tokenizer, keep, tool_calls, date
+        self.tokenizer, self.keep, self.date = tokenizer, keep, date
         self.template_args = dict(template_args or {})
         try:
             day = date and datetime.fromisoformat(date)
@@ -81,9 +49,12 @@ class TokenizerRenderer:
         """Return a renderer with further variables of the template. Raises UserError for names that are not variables."""
         if taken := template_args.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise UserError(f"chat_template_kwargs has {', '.join(sorted(taken))}: give variables of the template")
-        return type(self)(
-            self.tokenizer, self.keep, self.tool_calls, self.template_args | dict(template_args), self.date
-        )
+        merged = self.template_args | dict(template_args)
+        return type(self)(self.tokenizer, self.keep, template_args=merged, date=self.date)
+
+    def check_calls(self) -> None:
+        """Raises UserError if the policy cannot be shown tools, or its calls of them cannot be read."""
+        raise UserError("this task has tools, and this renderer reads no calls of them: set renderer=default")
 
     def _check_template(self) -> None:
         """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""
@@ -101,7 +72,7 @@ class TokenizerRenderer:
         self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
     ) -> tuple[int, ...]:
         if tools:
-            _ = self.form  # refused before anything is rendered
+            self.check_calls()  # refused before anything is rendered
         every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
         if before := tuple(before):
@@ -126,15 +97,17 @@ class TokenizerRenderer:
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), before: Sequence[int] | None = None) -> Message:
         """Return the policy's message. before: the ids of its prompt; None: a prompt ends as the template ends one."""
         given = left_open(self._begun) if before is None else self._left_open(before)
-        dropped = self._unread if tools or self._channels else self._special - self._tags
+        dropped = self._unread(tools)
         text = given + self._thoughts.read(self._decoded([i for i in ids if i not in dropped]))
-        message = Message("assistant", text)
-        if tools or self._channels:
-            message = message_of_text(text, self.form if tools else "harmony", tools)
-        if tools and len(message.tool_calls) > 1 and not self._several:
-            reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
-            message = Message("assistant", text, error=f"{reason}; a call is written {FORMS[self.form].written}")
-        return replace(message, given=given)
+        return replace(self._message(text, tools), given=given)
+
+    def _message(self, text: str, tools: Sequence[ToolSpec]) -> Message:
+        """Return the policy's message that a text is."""
+        return Message("assistant", text)
+
+    def _unread(self, tools: Sequence[ToolSpec]) -> set[int]:
+        """The special tokens that are no part of a message."""
+        return self._special - self._tags
 
     def _left_open(self, prompt: Sequence[int]) -> str:
         """Return the thought that a prompt leaves open, with its tag: in the policy's turn, where the template marks it, or at
@@ -193,7 +166,12 @@ class TokenizerRenderer:
     def _dicts(self, messages: Sequence[Message], way: Callable[[Written], Written] | None = None) -> list[Written]:
         """The form that the template takes: see `as_dicts`."""
         has_calls = any(message.tool_calls for message in messages)
-        return as_dicts(messages, way, self._calling[1] if has_calls else None)
+        return as_dicts(messages, way, self._how if has_calls else None)
+
+    @property
+    def _how(self) -> Mapping[str, bool]:
+        """How the template takes calls: see `chat_dicts.as_dicts`."""
+        return {}
 
     def _written(
         self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True, closed: bool = False
@@ -261,53 +239,6 @@ class TokenizerRenderer:
         return ids if self._decoded(ids) == text else fresh
 
     @cached_property
-    def form(self) -> str:
-        """How the policy writes calls. Raises UserError if the chat template shows no tools, or not their answers."""
-        advice = "take a chat model whose template knows tools, or set model.chat_template=FILE"
-        if self.tokenizer.chat_template is None:
-            raise UserError(f"this task has tools, and the tokenizer has no chat template to show them in: {advice}")
-        if self._text(ASKED, [ADD]) == self._text(ASKED):
-            raise UserError(f"this task has tools, and the chat template does not show them: {advice}")
-        self._text([*ASKED, *called(1)], [ADD])
-        form, _ = self._calling
-        if form is None:
-            wrote = shown(self._decoded(self._call_of({})), 120)
-            raise UserError(f"the chat template writes a call as {wrote}, which no form here reads: {advice}")
-        return form
-
-    @cached_property
-    def _calling(self) -> tuple[str | None, Mapping[str, bool]]:
-        """The form of calls, None without one, and how the template takes them: what it writes must be read as the same call."""
-        for how in HOW:
-            try:
-                ids = self._call_of(how)
-            except UserError:
-                continue
-            for form in FORMS if self.tool_calls == "auto" else [self.tool_calls]:
-                end = self._special - self._ids_of(FORMS[form].marks)
-                text = self._decoded(ids[: next((k for k, i in enumerate(ids) if i in end), len(ids))])
-                if message_of_text(text, form, [FIND]).tool_calls == (TRIED,):
-                    return form, how
-        return (None if self.tool_calls == "auto" else self.tool_calls), {}
-
-    def _call_of(self, how: Mapping[str, bool]) -> tuple[int, ...]:
-        """Return what the template writes after a question for a call and its answer."""
-        talk = [*ASKED, Message("assistant", "", (TRIED,)), Message("tool", "3", name=TRIED.name)]
-        whole = self._encoded(self._written(as_dicts(talk, None, how), [FIND]))
-        question = self._encoded(self._written(as_dicts(ASKED), [FIND]))
-        pairs = enumerate(zip(whole, question, strict=False))
-        start = next((i for i, (token, before) in pairs if token != before), len(question))
-        return whole[start:]
-
-    @cached_property
-    def _several(self) -> bool:
-        """Whether a message may have several calls: the template of Llama 3.1 raises at two."""
-        try:
-            return bool(self._text([*ASKED, *called(2)], [ADD]))
-        except UserError:
-            return False
-
-    @cached_property
     def _special(self) -> set[int]:
         added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return added | set(self.tokenizer.all_special_ids)
@@ -323,12 +254,6 @@ class TokenizerRenderer:
         return thoughts.tags_of(str(self.tokenizer.chat_template))
 
     @cached_property
-    def _unread(self) -> set[int]:
-        """The special tokens that are no part of the message. Tokens that mark a call are part of it."""
-        form = "harmony" if self._channels else self.form
-        return self._special - self._ids_of(FORMS[form].marks) - self._tags
-
-    @cached_property
     def _tags(self) -> set[int]:
         """The special tokens that are tags of thoughts."""
         return self._special & self._ids_of((OPENED, CLOSED, self._thoughts.token, self._thoughts.end))
@@ -337,48 +262,6 @@ class TokenizerRenderer:
         """The ids of those tokens that the tokenizer has; it gives the others its id of the unknown."""
         ids = zip(tokens, self.tokenizer.convert_tokens_to_ids([*tokens]), strict=True)
         return {i for token, i in ids if i is not None and self.tokenizer.convert_ids_to_tokens(i) == token}
-
-
-def rendered_prompt(renderer: Renderer, state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
-    """Return the prompt of a state, as tokens. It begins with the very ids of the last turn, or else of the latest turn whose
-    conversation it continues (a branch, a sub-agent), if their text is the same.
-
-    steps, turns: the episode so far, as messages and as tokens. Raises UserError for a prompt that cannot be rendered.
-    """
-    if isinstance(state.prompt, tuple):
-        size = len(getattr(renderer, "tokenizer", range(1 << 31)))
-        if not state.prompt or no_tokens(state.prompt, size):
-            raise UserError(f"a prompt of token ids has at least one, each from 0 to {size - 1}")
-        return state.prompt
-    content: Any = state.messages if state.prompt is None else state.prompt
-    last = turns[-1].ids if turns else ()
-    prompt = tuple(renderer.prompt_ids(content, state.tools, last))
-    if prompt[: len(last)] != last and (before := continued_ids(state, steps[:-1], turns)):
-        prompt = tuple(renderer.prompt_ids(content, state.tools, before))
-    if not prompt:
-        raise UserError("a prompt has no tokens: give at least one")
-    return prompt
-
-
-def continued_ids(state: State, steps: Sequence[Step], turns: Sequence[Turn]) -> tuple[int, ...]:
-    """Return the ids of the latest of these turns whose conversation the state continues; none if there is no such turn."""
-    for step, turn in reversed([*zip(steps, turns, strict=False)]):
-        conversation = (*step.state.messages, step.action.message)
-        if state.messages[: len(conversation)] == conversation:
-            return turn.ids
-    return ()
-
-
-def message_read(renderer: Renderer, ids: Sequence[int], state: State, before: Sequence[int]) -> Message:
-    """Return the policy's message in a state, cut before the first of the state's stop texts. before: the ids of the prompt."""
-    return message_after(renderer, ids, before, state.tools).before(state.stop)[0]
-
-
-def message_after(
-    renderer: Renderer, ids: Sequence[int], before: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
-) -> Message:
-    """Return the policy's message after a prompt of these ids. It begins with the thought that they leave open."""
-    return message_of(renderer.parse(ids, tools, **asked_for(renderer.parse, before=before)))
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
