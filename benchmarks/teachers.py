@@ -37,7 +37,7 @@ from grpo.extras.teachers.teaching import Teaching, reverse
 from grpo.models.logprobs import completion_logprobs
 
 ROWS, PROMPT, ANSWER = 8, 16, 48
-LAYOUT = "shared_prompt", "sdpa"
+LAYOUT = "shared_prompt", None
 WAYS = {
     "reverse": Teaching(1.0, "reverse"),
     "jsd": Teaching(1.0, "jsd"),

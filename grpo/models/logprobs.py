@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.head import of_logits, token_values
-from grpo.models.packed_attention import attending, pack
+from grpo.models.packed_attention import Kernel, attending, pack
 from grpo.models.temperature import temperatures
 from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
@@ -23,7 +23,7 @@ def completion_logprobs(
     temperature: float,
     entropy_gradient: bool = False,
     layout: Layout = "padded",
-    kernel: str = "sdpa",
+    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of every completion token, and the entropy there, [B, C] float32 each.
 

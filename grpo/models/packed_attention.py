@@ -6,7 +6,7 @@ passes the plan to every layer. `pack` makes the plan of a batch. Knows nothing 
 Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H heads, K key heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,10 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from grpo.extras.kernels.flex import FLEX, blocks_of, padding
 from grpo.objectives.batch import TokenBatch
 from grpo.system.devices import sent
 
@@ -99,11 +97,12 @@ class Packed:
         prompts: Sequence[Sequence[int]],
         rows: Sequence[Sequence[Sequence[int]]],
         device: torch.device,
-        kernel: str = "sdpa",
+        kernel: "Kernel | None" = None,
     ) -> None:
-        """rows: of each prompt, maybe none. kernel: sdpa, or flex, which a GPU compiles and for which the row is padded."""
-        self.kernel, self.device = "sdpa" if FLEX.failed else kernel, device
-        if self.kernel == "flex" and (missing := padding(prompts, rows)):  # as one more prompt, which nothing else sees
+        """rows: of each prompt, maybe none. kernel: None for sdpa."""
+        self.kernel, self.device = kernel and (None if kernel.failed else kernel), device
+        missing = self.kernel.padding(prompts, rows) if self.kernel else 0
+        if missing:  # as one more prompt, which nothing else sees
             prompts, rows = [*prompts, (0,) * missing], [*rows, ()]
         owner: list[int] = []  # each row's prompt
         parts = []  # ids, position of the first, number of its prompt, of its row (-1: none)
@@ -132,12 +131,10 @@ class Packed:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        if self.kernel == "flex":
-            if window not in self.masks:
-                self.masks[window] = self.block_mask(window)
-            if (out := FLEX(query, key, value, self.masks[window], scale)) is not None:
+        if self.kernel is not None:
+            if (out := self.kernel.attend(self, query, key, value, scale, window)) is not None:
                 return out.transpose(1, 2)
-            self.kernel, self.masks = "sdpa", {}
+            self.kernel, self.masks = None, {}
         if window not in self.masks:
             self.masks[window] = self.dense_masks(window)
         of_prompts, of_rows = self.masks[window]
@@ -178,16 +175,24 @@ class Packed:
                 of_prompts = sent((p <= p[:, None]) & (p[:, None] - p < window), self.device)
         return of_prompts, sent(sees[:, None], self.device)
 
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Return the mask for FlexAttention, from the two intervals of keys that each of the T tokens sees, see `blocks_of`."""
-        count = len(self.prompt_lengths)
-        starts, index = torch.tensor(self.starts), torch.arange(len(self.prompt_of))
-        first, length, in_row = starts[self.prompt_of], self.prompt_lengths[self.prompt_of], self.row_of >= 0
-        row = torch.where(in_row, starts[count + self.row_of.clamp(min=0)], first) if in_row.any() else first
-        hidden = torch.zeros_like(index) if window is None else (self.within - window + 1).clamp(min=0)  # keys before
-        seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
-        seen += [row + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
-        return blocks_of(sent(torch.stack(seen).int(), self.device))
+
+class Kernel(Protocol):
+    """Computes the attention of packed rows on a GPU, where it is faster than sdpa with a dense mask."""
+
+    name: str
+    failed: str  # why it is no longer used in this process; empty as long as it works
+
+    def padding(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
+        """Return how many tokens the packed row of these prompts and rows lacks to a length that the kernel takes."""
+
+    def attend(
+        self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor | None:
+        """Return the output, [1, H, T, D]; None if it fails, after a warning. Shapes as in `AttentionPlan`. It may keep
+        the mask of each window in plan.masks."""
+
+    def objection(self, model: nn.Module, layout: str, compare: Callable[..., str]) -> str:
+        """Return why it must not be used for a model; empty if it agrees. compare: see `packing.Compare`."""
 
 
 def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -201,7 +206,7 @@ def take(x: Tensor, places: Tensor) -> Tensor:
     return x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
 
 
-def pack(batch: TokenBatch, share: bool, kernel: str = "sdpa") -> tuple[Packed, Tensor]:
+def pack(batch: TokenBatch, share: bool, kernel: Kernel | None = None) -> tuple[Packed, Tensor]:
     """Return all rows as one sequence, and in it the index of the token before each sampled one, [n], ordered as `batch.mask`.
 
     A row ends with the token before its last sampled one, since later tokens predict nothing that is needed.

@@ -1,7 +1,6 @@
 """Chooses which rows go through the model together, and the layout in which the model's results are correct."""
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from grpo.extras.kernels.flex import FLEX
 from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.packed_attention import Kernel
 from grpo.models.probe_lengths import LONGEST, beyond_sizes, probe_sizes
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
@@ -22,6 +21,9 @@ from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
+# describes how far a layout and its kernel are from plain passes of a model; "" if they agree
+Compare = Callable[[nn.Module, Layout, Kernel | None], str]
+ON_GPU: list[Kernel] = []  # the kernel that `trusted` tries before sdpa; a run's KernelsCallback puts it here
 FEW = (9, 5)  # tokens of the prompts on which layouts are compared
 
 
@@ -94,10 +96,8 @@ def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
     return sum({number: prompt for number, prompt, _ in rows}.values()) + sum(completions)
 
 
-def trusted(
-    model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str] | None = None
-) -> tuple[Layout, str]:
-    """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few random tokens.
+def trusted(model: nn.Module, layout: Layout, compare: Compare | None = None) -> tuple[Layout, Kernel | None]:
+    """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few tokens.
 
     This finds models that need more of attention than a plan supports, and models with a recurrent state. compare: describes the
     disagreement; None: of log-probabilities.
@@ -106,62 +106,21 @@ def trusted(
         line = "%s: layers may change after %s tokens; layouts are compared on shorter rows"
         log.info(line, type(model).__name__, " and ".join(far))
     if layout != "padded":
-        on_gpu, compare = next(model.parameters()).is_cuda, compare or disagreement
-        if on_gpu and not (of_flex := flex_objection(model, layout, compare)):
-            return layout, "flex"
-        if not (why := objection(model, partial(compare, model, layout, "sdpa"))):
-            if on_gpu and not FLEX.failed:  # else it has said so
-                line = "FlexAttention does not fit %s (%s): attention is computed by sdpa, which is slower on a GPU"
-                log.warning(line, type(model).__name__, of_flex)
-            return layout, "sdpa"
+        compare = compare or disagreement
+        kernel = next(iter(ON_GPU), None) if next(model.parameters()).is_cuda else None
+        of_kernel = kernel.objection(model, layout, compare) if kernel else ""
+        if kernel and not of_kernel:
+            return layout, kernel
+        if not (why := objection(model, partial(compare, model, layout, None))):
+            if kernel and not kernel.failed:  # else it has said so
+                line = "%s does not fit %s (%s): attention is computed by sdpa, which is slower on a GPU"
+                log.warning(line, kernel.name, type(model).__name__, of_kernel)
+            return layout, None
         log.warning("optim.layout=%s does not fit %s (%s): layout=padded is used", layout, type(model).__name__, why)
     if compare in (None, disagreement) and (why := objection(model, partial(padding_error, model), by_plan=False)):
         line = f"{type(model).__name__} computes a padded row otherwise than the row alone ({why})"
         raise UserError(f"{line}, so that rows of several lengths cannot be trained: take another model")
-    return "padded", "sdpa"
-
-
-def flex_objection(model: nn.Module, layout: Layout, compare: Callable[[nn.Module, Layout, str], str]) -> str:
-    """Return why FlexAttention must not be used for `model`; empty if it agrees in a forward and a backward pass. The kernels of
-    both are compiled here; logs the time that it takes."""
-    begun = time.perf_counter()
-    why = FLEX.failed or objection(model, partial(compare, model, layout, "flex"))
-    if not (why := why or FLEX.failed) and compare is disagreement:
-        why = objection(model, partial(gradient_disagreement, model, layout, "flex"))
-    if not (why := why or FLEX.failed):
-        log.info("FlexAttention: compiled, forward and backward, in %.0f s", time.perf_counter() - begun)
-    return why
-
-
-def gradient_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
-    """Describe how far a kernel's gradient of a few embedded tokens is from that of sdpa, in the precision of the run. Empty if
-    their cosine is at least 0.99."""
-    of_sdpa, of_kernel = (embedding_gradient(model, layout, each) for each in ("sdpa", kernel))
-    return not_parallel(of_sdpa, of_kernel[: len(of_sdpa)])
-
-
-def not_parallel(gradient: Tensor, other: Tensor) -> str:
-    """Describe the angle between two gradients, [n] each; empty if their cosine is at least 0.99."""
-    cosine = float(torch.cosine_similarity(gradient, other, dim=0))
-    return "" if cosine >= 0.99 else f"gradients have a cosine of {cosine:.2g}"
-
-
-def embedding_gradient(model: nn.Module, layout: Layout, kernel: str) -> Tensor:
-    """Return the gradient of a few tokens' log-probabilities with respect to the embedded tokens, flattened, [n]. No parameter
-    gets a gradient."""
-    embedded: list[Tensor] = []
-
-    def leaf(_module: nn.Module, _given: object, states: Tensor) -> Tensor:
-        embedded.append(states.detach().requires_grad_())
-        return embedded[-1]
-
-    hook = model.get_input_embeddings().register_forward_hook(leaf)
-    try:
-        with torch.enable_grad():
-            logprobs, _ = one_pass(model, completion_logprobs, few_tokens(model), 1.0, False, layout, kernel)
-            return torch.autograd.grad(logprobs.sum(), embedded[0])[0].flatten().float()
-    finally:
-        hook.remove()
+    return "padded", None
 
 
 def padding_error(model: nn.Module) -> str:
@@ -177,7 +136,7 @@ def padding_error(model: nn.Module) -> str:
     return beyond_sizes(model, error, FEW, bound=0.01)  # of a recurrent state: 0.1
 
 
-def disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
+def disagreement(model: nn.Module, layout: Layout, kernel: Kernel | None) -> str:
     """Describe the error of a few rows' log-probabilities, in the precision of the parameters."""
 
     def error(lengths: tuple[int, int], bound: float) -> str:

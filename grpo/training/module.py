@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.master_weights import LOW, with_masters
+from grpo.models.packed_attention import Kernel
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
 from grpo.models.temperature import at_half_of_it
@@ -177,7 +178,7 @@ class GRPOModule(ModuleState):
         return self.microbatches(minibatch if measured else minibatch.silenced(), torch.zeros(1, dtype=torch.int64))
 
     @cached_property
-    def layout(self) -> tuple[Layout, str]:
+    def layout(self) -> tuple[Layout, Kernel | None]:
         """The layout that gives correct results for this policy, and its kernel. First read when the policy is on its device."""
         return trusted(self.policy, self.optim.layout)
 

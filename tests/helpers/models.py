@@ -133,7 +133,7 @@ def batch_of(sizes: list[tuple[int, list[int]]], turns: bool = True) -> TokenBat
 SIZES = [(9, [5, 8, 1, 3]), (4, [2, 6]), (12, [7]), (1, [4, 4, 4])]
 
 
-def measured(model, batch: TokenBatch, layout: str, kernel: str = "sdpa", entropies: bool = False):
+def measured(model, batch: TokenBatch, layout: str, kernel=None, entropies: bool = False):
     """Return log-probabilities, entropies, and the gradients of a loss that weights every token differently."""
     model.zero_grad()
     logprobs, entropy = completion_logprobs(model, batch, 0.8, entropies, layout, kernel)
@@ -144,7 +144,7 @@ def measured(model, batch: TokenBatch, layout: str, kernel: str = "sdpa", entrop
     return logprobs.detach(), entropy.detach(), gradients
 
 
-def agree(model, batch, layout, kernel="sdpa", entropies=False) -> None:
+def agree(model, batch, layout, kernel=None, entropies=False) -> None:
     expected = measured(model, batch, "padded", entropies=entropies)
     got = measured(model, batch, layout, kernel, entropies)
     torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=0)

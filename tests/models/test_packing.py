@@ -11,6 +11,7 @@ from helpers.models import FAMILIES, MORE, SHAPE, SIZES, agree, batch_of, measur
 from torch import tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from grpo.extras.kernels.flex import FLEX
 from grpo.models import head
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
@@ -28,7 +29,7 @@ TRUSTED = {**{name: case for name, case in FAMILIES.items() if name != "gemma2"}
 def test_every_layout_gives_what_the_padded_one_does(family, lora):
     model, batch = model_of(family, lora), batch_of(SIZES)
     for layout in ("packed", "shared_prompt"):
-        assert trusted(model, layout) == (layout, "sdpa")
+        assert trusted(model, layout) == (layout, None)
         agree(model, batch, layout)
     assert model.config._attn_implementation == "sdpa"
 
@@ -48,7 +49,7 @@ def test_flex_attention_is_told_the_same(family):
     model, batch = model_of(family), batch_of(SIZES)
     with torch.no_grad():
         exact, _ = completion_logprobs(model, batch, 1.0)
-        got, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt", kernel="flex")
+        got, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt", kernel=FLEX)
     torch.testing.assert_close(got, exact, atol=1e-5, rtol=0)
 
 
@@ -105,20 +106,20 @@ def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
 def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
     """Gemma 2 caps its attention; one model's layers do not report their windows; one model ignores the plan."""
     caplog.set_level(logging.WARNING)
-    assert trusted(model_of("gemma2"), "shared_prompt") == ("padded", "sdpa")
+    assert trusted(model_of("gemma2"), "shared_prompt") == ("padded", None)
     assert "Gemma2ForCausalLM (its attention caps its scores): layout=padded" in caplog.text
     silent = model_of("gemma3")
     for layer in silent.model.layers:
         layer.self_attn.sliding_window = None
-    assert trusted(silent, "packed") == ("padded", "sdpa")
+    assert trusted(silent, "packed") == ("padded", None)
     assert "(layer 0 has a mask other than its window)" in caplog.text
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
-    assert trusted(transformers.MambaForCausalLM(config).eval(), "packed") == ("padded", "sdpa")
+    assert trusted(transformers.MambaForCausalLM(config).eval(), "packed") == ("padded", None)
     said = [record for record in caplog.records if record.name == "grpo.models.packing"]
     assert len(said) == 3 and "(its layers carry a state from token to token: " in said[2].getMessage()
     caplog.clear()
-    assert trusted(silent, "padded") == ("padded", "sdpa") and not caplog.records
+    assert trusted(silent, "padded") == ("padded", None) and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,8 @@ def test_what_a_run_computes_in_is_no_reason_to_distrust():
     """bf16-mixed and gradient checkpointing are accepted."""
     model = model_of("llama_tied")
     with torch.autocast("cpu", torch.bfloat16), recomputing(model):
-        assert trusted(model, "shared_prompt") == ("shared_prompt", "sdpa")
-    assert trusted(model.bfloat16(), "packed") == ("packed", "sdpa")
+        assert trusted(model, "shared_prompt") == ("shared_prompt", None)
+    assert trusted(model.bfloat16(), "packed") == ("packed", None)
 
 
 def test_afterwards_a_model_is_what_it_was():
@@ -188,7 +189,7 @@ def test_the_model_sees_each_prompt_once_and_no_padding(toy):
     )
     for layout, expected in {"shared_prompt": 10, "packed": 14, "padded": 28}.items():
         module = make_module(policy, layout=layout)
-        assert module.layout == (layout, "sdpa")
+        assert module.layout == (layout, None)
         seen.clear()
         module.training_step(rollout(), 0)
         # prompts of 3 and 1; rows of 2, 1, 4 and 3, whose last tokens predict nothing

@@ -44,7 +44,7 @@ def test_what_a_layer_does_on_long_rows_only_is_seen(picking, monkeypatch):
     """Even if attention by plan drops the argument that has the blocks. All agree on a few tokens."""
     beyond = r"log-probabilities .* in rows of more than 48 tokens"
     monkeypatch.setattr(packed_attention, "FOLLOWED", packed_attention.FOLLOWED | {"block_indices"})
-    why = objection(picking, partial(disagreement, picking, "shared_prompt", "sdpa"))
+    why = objection(picking, partial(disagreement, picking, "shared_prompt", None))
     assert re.fullmatch(beyond, why)
     with pytest.raises(UserError, match=f"computes a padded row otherwise than the row alone .{beyond}"):
         trusted(picking, "padded")  # left padding moves the blocks of the shorter row
@@ -58,5 +58,5 @@ def test_an_engine_is_compared_on_long_rows(picking):
 def test_a_size_that_is_too_long_to_try_is_named(caplog):
     caplog.set_level(logging.INFO)
     model = made("Llama", attention_chunk_size=8192, max_position_embeddings=99999)
-    assert trusted(model, "padded") == ("padded", "sdpa")
+    assert trusted(model, "padded") == ("padded", None)
     assert "LlamaForCausalLM: layers may change after 8,192 tokens; layouts are compared on shorter rows" in caplog.text

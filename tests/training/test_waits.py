@@ -47,7 +47,7 @@ def learner(*algorithm: str, size: int = 20, layout: str = "shared_prompt", crit
         on_device(module.critic)
         optimizers, schedules = module.configure_optimizers()
         module.optimizers, module.lr_schedulers = lambda: optimizers[0], lambda: schedules[0]
-    assert module.layout == (layout, "sdpa")
+    assert module.layout == (layout, None)
     for model in [policy] if module.reference is None else [policy, module.reference.copy]:
         factor_of(model, 128)  # found once in a run
     return module

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.models.logprobs import Layout, completion_logprobs
-from grpo.models.packed_attention import attending, pack
+from grpo.models.packed_attention import Kernel, attending, pack
 from grpo.models.packing import few_tokens
 from grpo.objectives.batch import TokenBatch
 from grpo.system.distributed import computes_in, one_pass
@@ -42,7 +42,9 @@ class ValueHead(nn.Module):
             return F.normalize(states.float(), dim=1) @ self.weight.float() + self.bias.float()
 
 
-def states_before(model: nn.Module, batch: TokenBatch, layout: Layout = "padded", kernel: str = "sdpa") -> Tensor:
+def states_before(
+    model: nn.Module, batch: TokenBatch, layout: Layout = "padded", kernel: Kernel | None = None
+) -> Tensor:
     """Return a decoder's last hidden state before each sampled token, [n, width], ordered as `batch.mask`."""
     if layout != "padded":
         plan, places = pack(batch, layout == "shared_prompt", kernel)
@@ -61,7 +63,7 @@ def logprobs_and_states(
     temperature: float,
     entropy_gradient: bool = False,
     layout: Layout = "padded",
-    kernel: str = "sdpa",
+    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `completion_logprobs` does, and the hidden states of the same pass that `states_before` describes, [n, H]."""
     with captured_hidden_states(model) as states:
@@ -80,7 +82,7 @@ def captured_hidden_states(model: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def states_disagreement(model: nn.Module, layout: Layout, kernel: str) -> str:
+def states_disagreement(model: nn.Module, layout: Layout, kernel: Kernel | None) -> str:
     """Describe how far a layout's hidden states of a few tokens are from the padded ones. Empty if the mean error is at most 1e-4
     of the mean state in float32, or a tenth in 16 bits."""
     batch = few_tokens(model)

@@ -6,8 +6,9 @@ from typing import Any
 import lightning as L
 import torch
 
+from grpo.extras.kernels.flex import FLEX, FlexKernel
 from grpo.extras.kernels.liger import is_installed, takes_liger, use_liger
-from grpo.models import token_scores
+from grpo.models import packing, token_scores
 from grpo.models.pretrained import Kernels
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ class KernelsCallback(L.Callback):
     def __init__(self, wanted: Kernels) -> None:
         takes_liger(wanted, torch.cuda.is_available(), is_installed())
         self.wanted, self.found = wanted, {}
+        packing.ON_GPU[:] = [FLEX]
 
     def facts(self) -> dict[str, Any]:
         """Return what is known for the manifest."""
@@ -35,11 +37,16 @@ class KernelsCallback(L.Callback):
             layers = use_liger(module.policy, self.wanted)
             layout, attention = module.layout
             if hasattr(module, "critic_layout") and module.critic.model is not None:
-                self.found["critic"] = ", ".join(module.critic_layout)
+                self.found["critic"] = ", ".join(map(_name, module.critic_layout))
         self.found |= {
             "layout": layout,
-            "attention": attention,
+            "attention": _name(attention),
             "head": "compiled" if module.device.type in token_scores.forward.devices else "torch",
             "layers": f"liger ({', '.join(layers)})" if layers else "transformers",
         }
         log.info("kernels: %s", ", ".join(f"{part} {name}" for part, name in self.found.items()))
+
+
+def _name(choice: str | FlexKernel | None) -> str:
+    """Return the name of a layout or a kernel in the manifest."""
+    return {None: "sdpa", FLEX: "flex"}.get(choice, choice)

@@ -7,14 +7,21 @@ Shapes: T tokens in the row, n = T / BLOCK blocks, H heads, K key heads.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from grpo.extras.kernels.agreement import gradient_disagreement
 from grpo.models.compiled import reason_of
+from grpo.models.logprobs import Layout
+from grpo.models.packed_attention import Packed
+from grpo.models.packing import Compare, disagreement
+from grpo.models.trusted import objection
+from grpo.system.devices import sent
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +31,9 @@ FEWEST = 5
 
 
 class FlexKernel:
-    """The attention function. Mutable: failed, why it is no longer used; empty as long as it works."""
+    """A `Kernel`, and the attention function. Mutable: failed, why it is no longer used; empty as long as it works."""
+
+    name = "FlexAttention"
 
     def __init__(self) -> None:
         self.failed = ""
@@ -47,6 +56,29 @@ class FlexKernel:
             self.fail(reason_of(error))
             return None
 
+    def attend(
+        self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor | None:
+        if window not in plan.masks:
+            plan.masks[window] = block_mask(plan, window)
+        return self(query, key, value, plan.masks[window], scale)
+
+    def padding(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
+        """Return how many tokens a row lacks to whole blocks, and to the fewest."""
+        tokens = sum(map(len, prompts)) + sum(len(row) for rows_of_prompt in rows for row in rows_of_prompt)
+        return max(-tokens % BLOCK, FEWEST * BLOCK - tokens)
+
+    def objection(self, model: nn.Module, layout: Layout, compare: Compare) -> str:
+        """Return why it must not be used for `model`; empty if it agrees in a forward and a backward pass. The kernels of
+        both are compiled here; logs the time that it takes."""
+        begun = time.perf_counter()
+        why = self.failed or objection(model, partial(compare, model, layout, self))
+        if not (why := why or self.failed) and compare is disagreement:
+            why = objection(model, partial(gradient_disagreement, model, layout, self))
+        if not (why := why or self.failed):
+            log.info("FlexAttention: compiled, forward and backward, in %.0f s", time.perf_counter() - begun)
+        return why
+
     def fail(self, reason: str) -> None:
         """Use it no more in this process, and warn."""
         self.failed = reason
@@ -56,10 +88,16 @@ class FlexKernel:
 FLEX = FlexKernel()
 
 
-def padding(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Return how many tokens a row lacks to whole blocks, and to the fewest."""
-    tokens = sum(map(len, prompts)) + sum(len(row) for rows_of_prompt in rows for row in rows_of_prompt)
-    return max(-tokens % BLOCK, FEWEST * BLOCK - tokens)
+def block_mask(plan: Packed, window: int | None) -> BlockMask:
+    """Return the mask of a row, from the two intervals of keys that each of its T tokens sees, see `blocks_of`."""
+    count = len(plan.prompt_lengths)
+    starts, index = torch.tensor(plan.starts), torch.arange(len(plan.prompt_of))
+    first, length, in_row = starts[plan.prompt_of], plan.prompt_lengths[plan.prompt_of], plan.row_of >= 0
+    row = torch.where(in_row, starts[count + plan.row_of.clamp(min=0)], first) if in_row.any() else first
+    hidden = torch.zeros_like(index) if window is None else (plan.within - window + 1).clamp(min=0)  # keys before
+    seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
+    seen += [row + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
+    return blocks_of(sent(torch.stack(seen).int(), plan.device))
 
 
 def blocks_of(seen: Tensor) -> BlockMask:

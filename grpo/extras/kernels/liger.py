@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.extras.kernels.agreement import embedding_gradient, not_parallel
 from grpo.models.adapted import without_adapter
 from grpo.models.compiled import reason_of
 from grpo.models.logprobs import completion_logprobs
-from grpo.models.packing import embedding_gradient, error_in, few_tokens, not_parallel
+from grpo.models.packing import error_in, few_tokens
 from grpo.models.pretrained import Kernels
 from grpo.system.distributed import one_pass
 from grpo.system.errors import StopError, UserError
@@ -73,7 +74,7 @@ def on_few_tokens(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     batch = few_tokens(model)
     with torch.no_grad(), torch.autocast(batch.ids.device.type, enabled=False):
         logprobs, _ = one_pass(model, completion_logprobs, batch, 1.0)
-    return logprobs[batch.mask], embedding_gradient(model, "padded", "sdpa")
+    return logprobs[batch.mask], embedding_gradient(model, "padded", None)
 
 
 def objection_to(model: nn.Module, exact: tuple[torch.Tensor, torch.Tensor]) -> str:

@@ -13,6 +13,7 @@ from grpo.extras.critic.model import states_before
 from grpo.extras.teachers.divergence import Distributions, Predicted, own_head
 from grpo.extras.teachers.teaching import Teaching
 from grpo.models.logprobs import Layout, completion_logprobs
+from grpo.models.packed_attention import Kernel
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
 from grpo.models.pretrained import Pretrained, context_of, differing_tokens
@@ -44,7 +45,9 @@ class Teacher:
     policy: nn.Module
     device: str | None = None  # of its passes; None: the policy's
     offload = False  # whether it is in the CPU's memory between its passes
-    trusted: tuple[Layout, str] | None = None  # the layout that gives correct results for its model, and its kernel
+    trusted: tuple[Layout, Kernel | None] | None = (
+        None  # the layout that gives correct results for its model, and its kernel
+    )
 
     def check(self, teaching: Teaching, temperature: float) -> None:
         """Raise UserError if it cannot give what the divergence compares. Called before any model is loaded."""
@@ -87,7 +90,7 @@ class Teacher:
         raise NotImplementedError
         yield
 
-    def layout(self, model: nn.Module, passes: Passes) -> tuple[Layout, str]:
+    def layout(self, model: nn.Module, passes: Passes) -> tuple[Layout, Kernel | None]:
         """Return the layout of its passes, and its kernel."""
         if self.trusted is None:
             self.trusted = trusted(model, passes.layout)
@@ -131,7 +134,9 @@ class Teacher:
         pass
 
 
-def distributions_of(model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: str) -> Distributions:
+def distributions_of(
+    model: nn.Module, batch: TokenBatch, copied: bool, layout: Layout, kernel: Kernel | None
+) -> Distributions:
     """Return the predictions of a model at each token of the mask. copied: it needs its own head, see `own_head`."""
     states = states_before(model.get_decoder(), batch, layout, kernel)
     return Distributions(model, states, own_head(model) if copied else None)

@@ -20,6 +20,7 @@ from grpo.extras.teachers.observed import observed
 from grpo.extras.teachers.teaching import Teaching
 from grpo.models.head import token_values
 from grpo.models.logprobs import Layout
+from grpo.models.packed_attention import Kernel
 from grpo.models.temperature import temperatures
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
@@ -272,7 +273,7 @@ def logprobs_and_divergence(
     temperature: float,
     entropy_gradient: bool,
     layout: Layout,
-    kernel: str,
+    kernel: Kernel | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `completion_logprobs` does, and the divergence of n tokens, [n]. lesson: the teacher, its n tokens as a mask
     [B, C], how the two are compared, and whether the log-probabilities need a gradient."""

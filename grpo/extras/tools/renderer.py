@@ -7,16 +7,17 @@ from typing import Any, Literal, Self
 from transformers import PreTrainedTokenizerBase
 
 from grpo.env.chat_dicts import ADD, ASKED, as_dicts, called
-from grpo.env.chat_template import TemplateRenderer
+from grpo.env.chat_template import TemplateRenderer, encoded
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
+from grpo.env.rendering import Renderer, continued_ids, message_after, message_read, rendered_prompt
 from grpo.extras.tools.tool_forms import FORMS, message_of_text
 from grpo.system.errors import UserError
 from grpo.system.ranges import enforced
 
-__all__ = [  # the names of the module grpo.env.renderer, which this was
-    *("FormName", "TokenizerRenderer"),
-    *("Renderer", "continued_ids", "encoded", "message_after", "message_read", "rendered_prompt"),
-]
+__all__ = [  # with the names that the module grpo.env.renderer had, which this was
+    "FormName", "Renderer", "TokenizerRenderer", "continued_ids", "encoded", "message_after", "message_read",
+    "rendered_prompt",
+]  # fmt: skip
 FormName = Literal[  # of tool_forms.FORMS
     "auto", "hermes", "llama3", "mistral", "granite", "glm", "gemma4", "lfm2", "olmo3", "deepseek", "seed", "minimax",
     "kimi", "harmony",

@@ -10,6 +10,7 @@ from helpers.models import SIZES, batch_of, measured, model_of
 from torch._dynamo.utils import counters
 
 from grpo.extras.kernels import flex
+from grpo.extras.kernels.agreement import gradient_disagreement
 from grpo.extras.kernels.flex import FLEX, FlexKernel
 from grpo.extras.preflight.imagined import Live
 from grpo.models import packing
@@ -53,12 +54,12 @@ def test_the_mask_is_the_one_that_torch_makes_of_the_rule():
     for _ in range(5):
         prompts = [[1] * rng.choice((1, 5, 128, 200)) for _ in range(rng.randint(1, 3))]
         rows = [[[1] * rng.choice((1, 40, 128, 150)) for _ in range(rng.randint(0, 3))] for _ in prompts]
-        plan = Packed(prompts, rows, CPU, "flex")
+        plan = Packed(prompts, rows, CPU, FLEX)
         tokens = plan.ids.shape[1]
         assert tokens % 128 == 0 and tokens >= 640
         for window in (None, 1, 130):
             expected = torch_flex.create_block_mask(rule(plan, window), None, None, tokens, tokens, device="cpu")
-            got = plan.block_mask(window)
+            got = flex.block_mask(plan, window)
             for name in BLOCKS:
                 torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=0, rtol=0)
             q, k = torch.arange(tokens)[:, None], torch.arange(tokens)
@@ -72,9 +73,9 @@ BLOCKS = [
 
 def test_the_mask_takes_a_tenth_of_a_byte_for_a_pair_of_tokens():
     """torch's own takes 3 bytes: 12.9 GB for 65,536 tokens."""
-    plan = Packed([[1] * 64] * 8, [[[1] * 240] * 4] * 8, CPU, "flex")
+    plan = Packed([[1] * 64] * 8, [[[1] * 240] * 4] * 8, CPU, FLEX)
     with Live([plan.ids, plan.positions]) as live:
-        plan.block_mask(None)
+        flex.block_mask(plan, None)
     assert plan.ids.shape[1] == 8192
     assert live.most.total() < 0.1 * 8192**2
 
@@ -82,10 +83,10 @@ def test_the_mask_takes_a_tenth_of_a_byte_for_a_pair_of_tokens():
 def test_one_kernel_serves_all_windows_and_lengths(compiled, fresh):
     """Gemma 3 has two windows. One graph is for the trial without a gradient, one for passes with it."""
     model = model_of("gemma3")
-    assert packing.flex_objection(model, "shared_prompt", packing.disagreement) == ""
+    assert FLEX.objection(model, "shared_prompt", packing.disagreement) == ""
     for sizes in (SIZES, [(140, [150, 40, 420])]):
         batch = batch_of(sizes)
-        logprobs, _, gradients = measured(model, batch, "shared_prompt", "flex")
+        logprobs, _, gradients = measured(model, batch, "shared_prompt", FLEX)
         expected, _, exact = measured(model, batch, "shared_prompt")
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
         for name, gradient in exact.items():
@@ -104,7 +105,7 @@ def test_a_kernel_that_fails_is_warned_of_and_replaced(monkeypatch, caplog, fres
     model, batch = model_of("mistral, window 6"), batch_of(SIZES)
     exact, _ = completion_logprobs(model, batch, 1.0)
     for _ in range(2):
-        got, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt", kernel="flex")
+        got, _ = completion_logprobs(model, batch, 1.0, layout="shared_prompt", kernel=FLEX)
         torch.testing.assert_close(got, exact, atol=1e-5, rtol=0)
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert record.getMessage().startswith("FlexAttention failed (RuntimeError: recompile_limit reached): attention is")
@@ -122,7 +123,7 @@ def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, fr
         return out + 0 * (query + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1))
 
     monkeypatch.setattr(flex, "flex_attention", wrong)
-    why = packing.flex_objection(model_of("llama_tied"), "shared_prompt", packing.disagreement)
+    why = FLEX.objection(model_of("llama_tied"), "shared_prompt", packing.disagreement)
     assert why.startswith("log-probabilities differ by" if what == "values" else "gradients have a cosine of")
     assert not fresh.failed  # another model may fit
 
@@ -134,6 +135,7 @@ def test_a_run_on_a_gpu_is_told_why_it_has_plain_attention(monkeypatch, caplog, 
         is_cuda = True
 
     right = torch_flex.flex_attention
+    monkeypatch.setattr(packing, "ON_GPU", [FLEX])
     monkeypatch.setattr(flex, "flex_attention", lambda *given, **named: 1.1 * right(*given, **named))
     for family, said in {
         "llama_tied": "FlexAttention does not fit LlamaForCausalLM (log-p",
@@ -150,6 +152,6 @@ def test_a_run_on_a_gpu_is_told_why_it_has_plain_attention(monkeypatch, caplog, 
 
 def test_the_trial_leaves_no_gradient(fresh):
     model = model_of("llama_tied")
-    assert packing.gradient_disagreement(model, "shared_prompt", "sdpa") == ""
+    assert gradient_disagreement(model, "shared_prompt", None) == ""
     assert not any(p.grad is not None for p in model.parameters())
     assert not model.get_input_embeddings()._forward_hooks
