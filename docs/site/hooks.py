@@ -27,6 +27,7 @@ from grpo.system.metrics import metric_table  # noqa: E402
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 TABLES = {"tests/data/architectures.md": "reference/models.md", "tests/data/written_values.md": "reference/values.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".md": "markdown"}
+LAST = "---\nsearch: {boost: 0.001}\n---\n"  # of what a search finds: names of code after the pages for users
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
 
