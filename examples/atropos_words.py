@@ -1,6 +1,18 @@
-"""An environment of Atropos with small word problems, which model=tiny learns in minutes. docs/sources.md has the commands.
+"""An environment of Atropos with small word problems, which model=tiny learns in minutes (docs/sources.md).
 
-It runs in an environment of Python that has atroposlib, and knows nothing of this project.
+It runs in an environment of Python that has atroposlib, and knows nothing of this project. First make that environment; then
+start three programs, each in a terminal of its own:
+
+    python -m venv atropos && atropos/bin/pip install atroposlib==0.4.0
+
+    atropos/bin/run-api --host 127.0.0.1 --port 8000
+
+    python train.py source=atropos task=wordmath rollout.num_rollouts=20 resume=auto hydra.run.dir=outputs/words
+
+    M=grpo/extras/demo/demo_models/wordmath
+    atropos/bin/python examples/atropos_words.py serve --env.rollout_server_url http://127.0.0.1:8000 \\
+      --env.tokenizer_name $M --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name $M \\
+      --env.group_size 8 --env.max_token_length 40
 """
 
 import random

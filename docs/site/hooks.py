@@ -22,6 +22,7 @@ from grading_table import table as cases_table  # noqa: E402
 
 from grpo.config.help import described  # noqa: E402
 from grpo.extras.migration.foreign import printed  # noqa: E402
+from grpo.extras.preflight import CHECKS, TAUGHT  # noqa: E402
 from grpo.system.metrics import metric_table  # noqa: E402
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -99,9 +100,18 @@ def systems_page() -> str:
     return f"{text}## Features\n\n| feature | here |\n|---|---|\n{lines}"
 
 
+def checks_page() -> str:
+    """The checks of the preflight: what must hold, as their docstrings say."""
+    rows = "".join(
+        f"| {name} | {' '.join((check.__doc__ or '').split())} |\n" for name, check in (CHECKS | TAUGHT).items()
+    )
+    return f"The preflight makes these checks; [more](../preflight.md).\n\n| check | must hold |\n|---|---|\n{rows}"
+
+
 def reference_pages() -> dict[str, str]:
     metrics = f"`python -m grpo.system.metrics` prints this table.\n\n{metric_table()}\n"
     pages = {
+        "checks": ("Checks of the preflight", checks_page()),
         "keys": ("Reference of keys", keys_page()),
         "metrics": ("Reference of metrics", metrics),
         "systems": ("Settings of TRL, verl, OpenRLHF, rolo, Atropos and rl-max", systems_page()),
@@ -155,6 +165,8 @@ def linked() -> set[str]:
 def destination(name: str, anchor: str) -> str:
     """Where the site shows a file of the repository."""
     path = PurePosixPath(name)
+    if name == "grpo/extras/preflight/__init__.py":
+        return "reference/checks.md"
     if name in PAGES | TABLES:
         return (PAGES | TABLES)[name] + anchor
     if path.parts[0] == "docs":

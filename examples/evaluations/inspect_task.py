@@ -1,4 +1,10 @@
-"""An Inspect task: the problems of an evaluation of ours, graded by the last box of an answer. FILE is its samples.parquet."""
+"""An Inspect task: the problems of an evaluation of ours, graded by the last box of an answer. FILE is its samples.parquet.
+
+    pip install inspect-ai==0.3.285 openai pyarrow
+    cd EVAL && cp ROOT/examples/evaluations/inspect_task.py .  # ROOT: the folder of this project
+    LOCAL_BASE_URL=http://localhost:8000/v1 LOCAL_API_KEY=none inspect eval inspect_task.py --model openai-api/local/policy \\
+      --temperature 0 --max-tokens 64
+"""
 
 import re
 

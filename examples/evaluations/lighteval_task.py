@@ -1,5 +1,10 @@
 """A lighteval task: the problems of an evaluation of ours, graded by the last box of an answer. Start it in the folder of that
-evaluation, which has samples.parquet."""
+evaluation, which has samples.parquet. ROOT is the folder of this project:
+
+    pip install lighteval==0.13.0 "huggingface_hub<2" "transformers<5.20" "xxhash<4"
+    lighteval accelerate model_name=RUN/export,dtype=float32,batch_size=50 ours \\
+      --custom-tasks ROOT/examples/evaluations/lighteval_task.py
+"""
 
 import re
 import tempfile

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from grpo.extras.losses.baselines import earned
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.checks import check_age
 from grpo.rollout.draw import Draw, Everything, Selection
@@ -140,9 +142,7 @@ class Fewer(Outer):
 
     def of(self, group: Group, rewards: list[float]) -> Group:
         """Return the kept samples of one group. rewards: the shaped ones."""
-        # a share of a negative reward would be a bonus
-        lowest = min([0.0, *(reward for reward in rewards if not math.isnan(reward))])
-        gains = [reward - lowest for reward in rewards]
+        gains = earned(torch.tensor([rewards], dtype=torch.float64))[0].tolist()
         worth = {
             "extremes": lambda i: rewards[i],
             "short": lambda i: -group[i].length,
