@@ -30,8 +30,8 @@ class Moved:
         """Return what imports an old name, or None for another."""
         if name not in new_names():
             return None
-        package = importlib.util.find_spec(new_names()[name]).submodule_search_locations is not None
-        return ModuleSpec(name, self, is_package=package)
+        new = importlib.util.find_spec(new_names()[name])  # its file: `python -m` puts it into sys.argv
+        return ModuleSpec(name, self, origin=new.origin, is_package=new.submodule_search_locations is not None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module that has the new name."""
