@@ -68,9 +68,9 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     overrides: the arguments of the command line.
     """
     from grpo.apps.engines import engine_of
+    from grpo.apps.scorecard import Scorecard, finished, policy_in
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.estimates import columns
-    from grpo.evaluation.resumable import Scorecard, finished, policy_in
     from grpo.rollout.samples_table import on_disk
     from grpo.runs.manifest import kept
     from grpo.system.output.console import console
@@ -93,8 +93,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
         out.print(f"this evaluation had finished before, in {folder}", soft_wrap=True)
         also(config.export, folder)
         return found["eval/accuracy"]["value"]
-    equal = of_appendix("grading.answers.equal", eq)
-    evaluator = instantiate(config.eval, equal=equal)
+    evaluator = instantiate(config.eval, equal=of_appendix("grading.answers.equal", eq))
     if evaluator.sets:
         raise UserError("eval.sets is for evaluations during training: evaluate each set by itself, with task=")
     trainer = instantiate(config.trainer)(callbacks=[], logger=[])
@@ -133,7 +132,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
                 card.add(places, groups, columns(task, groups, evaluator.by))
                 bar.show(card)
             speed = card.speed
-            found = card.finish(equal)
+            found = card.finish(evaluator.equal)
     except KeyboardInterrupt:
         out.print(f"stopped; {again}", soft_wrap=True)
         raise

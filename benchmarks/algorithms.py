@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))

@@ -38,7 +38,7 @@ def place(folder: Path, arm: str, seed: int) -> Path:
 def trained(folder: Path, arm: str, seed: int) -> None:
     """Train one run, unless it has finished."""
     import grpo
-    from grpo.runs.runs import Run
+    from grpo.runs.run import Run
 
     out = place(folder, arm, seed)
     if out.exists():
@@ -61,7 +61,7 @@ def trained(folder: Path, arm: str, seed: int) -> None:
 def table(folder: Path, arms: list[str], seeds: list[int]) -> str:
     """Return a Markdown table of the finished runs, the best arm first. Differences are from plain GRPO, in percent."""
     from grpo.extras.report.comparison import compared
-    from grpo.runs.runs import Run
+    from grpo.runs.run import Run
 
     runs = {arm: [Run(place(folder, arm, seed)) for seed in seeds] for arm in arms}
     done = {arm: [run for run in of if run.status == "finished"] for arm, of in runs.items()}

@@ -129,7 +129,7 @@ def allowed(case: str, arm: str, base: Mapping[str, float], own: Mapping[str, fl
 
 def table(case: str, metrics: Mapping[str, Mapping[int, pd.DataFrame]], found: pd.DataFrame) -> str:
     """Return a Markdown table. metrics: of each arm by seed; found: of `grpo.extras.report.comparison.compared`."""
-    from grpo.evaluation.statistics import over_seeds
+    from grpo.extras.report.statistics import over_seeds
 
     level, by_arm = (
         CASES[case][4],
@@ -186,7 +186,7 @@ def main() -> None:
         if not given.table:
             trained(given.case, arm, seed, place)
     from grpo.extras.report.comparison import compared
-    from grpo.runs.runs import Run
+    from grpo.runs.run import Run
 
     runs: dict[str, dict[int, Run]] = {}
     for (arm, seed), place in places.items():

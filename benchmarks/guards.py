@@ -14,7 +14,7 @@ from statistics import median
 
 from grpo.apps.cli import quiet
 from grpo.config.composing import composed
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

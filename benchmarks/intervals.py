@@ -1,4 +1,4 @@
-"""Measure how often 95 % intervals contain the true value: those of grpo.evaluation.statistics, and naive ones.
+"""Measure how often 95 % intervals contain the true value: those of grpo.evaluation.intervals, and naive ones.
 
     python benchmarks/intervals.py            # the worlds of the table of docs/evaluation.md, some minutes
     python benchmarks/intervals.py --json     # every case
@@ -19,14 +19,8 @@ import numpy as np
 from scipy.stats import binom
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from grpo.evaluation.statistics import (
-    Estimate,
-    arm_interval,
-    compare_arms,
-    difference_interval,
-    mean_interval,
-    over_seeds,
-)
+from grpo.evaluation.intervals import Estimate, mean_interval
+from grpo.extras.report.statistics import arm_interval, compare_arms, difference_interval, over_seeds
 
 SHARE = (0, 1)
 Draw = Callable[[np.random.Generator], tuple[Estimate, Estimate | None, float]]

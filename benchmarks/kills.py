@@ -33,7 +33,7 @@ import grpo.training.module
 import grpo.training.trainer
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.ahead import chain
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.training.checkpoints import by_rollouts
 
 PROMPTS = 48  # of the plan: 12 rollouts of 4

@@ -231,7 +231,7 @@ def summary(records: list[dict]) -> dict:
 
 def ratio(seeds: list[dict[str, dict]]):
     """Return TRL's CPU seconds over ours: the geometric mean over seeds and its interval."""
-    from grpo.evaluation.statistics import over_seeds
+    from grpo.extras.report.statistics import over_seeds
 
     seconds = np.array([[sum(found[side]["cpu_s"]) for side in ("trl", "grpo")] for found in seeds])
     found = over_seeds(np.log(seconds[:, 0] / seconds[:, 1]))
@@ -240,7 +240,7 @@ def ratio(seeds: list[dict[str, dict]]):
 
 def points(seeds: list[dict[str, dict]], side: str) -> list[tuple[int, float, tuple]]:
     """Return at each evaluation the rollouts, the mean CPU seconds until then, and the accuracy with its interval."""
-    from grpo.evaluation.statistics import arm_interval
+    from grpo.extras.report.statistics import arm_interval
 
     seconds = np.mean([np.cumsum([0, *found[side]["cpu_s"]]) for found in seeds], axis=0)
     each = seeds[0][side]["right"]

@@ -121,7 +121,7 @@ def reached(points: pd.DataFrame, level: float) -> pd.Series:
 
 def table(curves: Mapping[str, Mapping[int, pd.DataFrame]], found: pd.DataFrame, below: float | None) -> str:
     """Return a Markdown table. curves: of each arm by seed; found: of `comparison.compared`; below: see BELOW."""
-    from grpo.evaluation.statistics import over_seeds
+    from grpo.extras.report.statistics import over_seeds
 
     first, *_ = curves
     level = {
@@ -162,7 +162,7 @@ def main() -> None:
     given = parser.parse_args()
     arms = [arm for arm in RECIPES[given.recipe] if arm in (given.arms or RECIPES[given.recipe])]
     from grpo.extras.report.comparison import compared
-    from grpo.runs.runs import Run
+    from grpo.runs.run import Run
 
     runs: dict[str, dict[int, Run]] = {arm: {} for arm in arms}
     for seed in given.seeds:

@@ -14,11 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from grpo.evaluation.statistics import over_seeds
 from grpo.extras.losses.anatomy import against_ratio
 from grpo.extras.report.run_plots import COLOURS, panels, tidy
+from grpo.extras.report.runs import SAME
+from grpo.extras.report.statistics import over_seeds
 from grpo.objectives.algorithm import Algorithm
-from grpo.runs.runs import SAME, Run
+from grpo.runs.run import Run
 
 
 def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:

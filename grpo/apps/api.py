@@ -21,7 +21,7 @@ from grpo.apps.cli import announced, quiet
 from grpo.config.composing import CONF, composed, literal, options
 from grpo.config.explain import explain, known_elsewhere, no_key
 from grpo.config.objects import placed
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from grpo.system.root import ROOT
 

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo.apps.scorecard import Scorecard
 from grpo.evaluation.display import grid, share_with_interval
-from grpo.evaluation.resumable import Scorecard
-from grpo.evaluation.statistics import Estimate
+from grpo.evaluation.intervals import Estimate
 from grpo.system.metrics import is_result, percent, written
 from grpo.system.output.words import plural
 

@@ -17,15 +17,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from grpo.config.glance import columns_in
 from grpo.config.validation import arguments, needed, no_value
 from grpo.data.dataset import Dataset, no_column, not_given
-from grpo.data.glance import columns_in
 from grpo.data.rows import head
 from grpo.engines.only_vllm import NOT_APART
 from grpo.objectives.arguments import too_old
-from grpo.rewards.resolve import ALWAYS, lacks, name_table, not_imported, not_in, not_shipped
+from grpo.rewards.resolve import ALWAYS, lacks, not_imported, not_in, not_shipped, shipped_modules
 from grpo.system.errors import UserError
-from grpo.system.root import PACKAGE
 
 NEEDED = (  # what train.py builds
     *("adapter", "algo", "callbacks", "engine", "eval", "logger", "model", "module", "optim", "play", "prompt_limit"),
@@ -158,8 +157,7 @@ def definition_of(name: str, what: str) -> Definition | None:
     owner, colon, attribute = name.rpartition(":")
     if not colon and ("." in name or "/" in name or Path(name).exists()):
         return None
-    ours = [PACKAGE.parent / f"{module.replace('.', '/')}.py" for module in name_table()["functions"]]
-    files = [Path(owner).expanduser()] if colon else ours
+    files = [Path(owner).expanduser()] if colon else [*shipped_modules().values()]
     if colon and not files[0].is_file():
         raise not_imported(what, name, FileNotFoundError(f"there is no file {owner}"))
     try:

@@ -99,7 +99,7 @@ def is_over(config: DictConfig) -> bool:
 
     The manifest of a run that was killed after its last checkpoint becomes that of a finished one.
     """
-    from grpo.runs.runs import Run, numbered  # imports pandas
+    from grpo.runs.run import Run, numbered  # imports pandas
 
     folder, wanted = Path(config.output_dir), config.rollout.num_rollouts
     run = Run(folder)
@@ -136,7 +136,7 @@ def overrides_of(folder: Path) -> list[str]:
 
     Flags, and settings of Hydra itself, which could run code, are none of them.
     """
-    from grpo.runs.runs import Run  # imports pandas
+    from grpo.runs.run import Run  # imports pandas
 
     overrides = Run(folder).manifest.get("overrides") or []
     words = [word for word in overrides if isinstance(word, str) and not word.startswith("-")]
@@ -297,7 +297,7 @@ def check_data(config: DictConfig, examples: Mapping[str, Sequence[Any]]) -> Non
     Raises UserError for rows that would make it another run.
     """
     from grpo.runs.manifest import data_facts  # imports torch
-    from grpo.runs.runs import Run
+    from grpo.runs.run import Run
 
     recorded = (Run(folder_of(Path(config.ckpt_path))).manifest.get("data") or {}) if config.ckpt_path else {}
     differences = []

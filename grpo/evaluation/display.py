@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Column, Table
 
-from grpo.evaluation.statistics import Estimate
+from grpo.evaluation.intervals import Estimate
 from grpo.system.metrics import is_result, percent, written
 from grpo.system.output.words import plural
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from grpo.env.types import Claim, Example, Task
-from grpo.evaluation.statistics import Estimate, mean_interval
+from grpo.evaluation.intervals import Estimate, mean_interval
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.rollout_metrics import conversation, is_conversation
 from grpo.rollout.samples_table import golds

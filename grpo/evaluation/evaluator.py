@@ -15,7 +15,7 @@ from grpo.engines.protocol import Engine, Sampling
 from grpo.env.rendering import Renderer
 from grpo.env.types import Example, Split, Task
 from grpo.evaluation.estimates import Equal, columns, estimates
-from grpo.evaluation.statistics import Estimate
+from grpo.evaluation.intervals import Estimate
 from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits

@@ -17,7 +17,7 @@ import yaml
 
 from grpo.system.errors import UserError
 from grpo.system.metrics import is_taken
-from grpo.system.root import ROOT
+from grpo.system.root import PACKAGE, ROOT
 from grpo.system.witness import seen
 
 NAMES = ROOT / "conf" / "rewards.yaml"  # so that this module, and its users, need not know where a function is
@@ -37,11 +37,17 @@ def name_table() -> dict[str, Any]:
     return yaml.safe_load(NAMES.read_text(encoding="utf-8"))
 
 
+def shipped_modules() -> dict[str, Path]:
+    """Return the files of the modules of named functions, by name; those of an appendix that is not there are left out."""
+    files = {name: PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in name_table()["functions"]}
+    return {name: file for name, file in files.items() if file.is_file()}
+
+
 def locate(name: str) -> Function:
     """Return the function that a text names: one that comes with the project, a dotted path, FILE.py:NAME, or the folder or hub
     id of a sequence-classification model. Raises UserError if it is not found."""
     shipped = []
-    for module in name_table()["functions"]:
+    for module in shipped_modules():
         shipped += (its := _functions_in(import_module(module), imported_too=False))
         if name in its:
             return imported(f"{module}.{name}", "the reward function")

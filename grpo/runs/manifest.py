@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo.data.rows import fingerprint_of_all
 from grpo.env.types import Example
 from grpo.runs.provenance import git, keep_code
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import StopError, one_line
 from grpo.system.files import LOST, surviving, write_json
 from grpo.system.output.secrets import hidden, masked_argument

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo.rollout.plain import Tensors, from_plain, to_plain
-from grpo.runs.runs import numbered
+from grpo.runs.run import numbered
 from grpo.system import distributed
 from grpo.system.distributed import full, local
 from grpo.system.errors import UserError, one_line

@@ -21,7 +21,7 @@ from grpo.config.resuming import (
 from grpo.data.dataset import Dataset
 from grpo.data.rows import fingerprint_of_all
 from grpo.runs.manifest import data_facts, save_manifest
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 
 THEN = [

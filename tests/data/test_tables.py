@@ -12,7 +12,7 @@ from helpers.project import table
 from grpo.data.dataset import Dataset
 from grpo.data.rows import at, key_of
 from grpo.data.tables import line_of_csv
-from grpo.data.written import agrees, golds_in, texts_only
+from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.system.errors import UserError
 
 TABLE = [

@@ -10,7 +10,7 @@ from paced import Paced
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from train import train
 
 PROMPTS, SEEDS = [[5, 6, 7], [5, 6, 7], [9, 4, 3, 8]], [1, 2, 3]

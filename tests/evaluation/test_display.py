@@ -3,7 +3,7 @@
 import math
 
 from grpo.evaluation.display import history, result_lines, sparkline
-from grpo.evaluation.statistics import Estimate
+from grpo.evaluation.intervals import Estimate
 
 
 def test_a_table_of_evaluations_with_other_metrics_each():

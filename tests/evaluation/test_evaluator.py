@@ -32,7 +32,7 @@ from grpo.extras.grading.answers import equal, loose_answer
 from grpo.extras.report.comparison import arms_of, compare
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Sample
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import RolloutError, UserError
 from tasks.calculator import Calculator
 from tasks.countdown import Countdown

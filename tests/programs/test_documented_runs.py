@@ -8,7 +8,7 @@ import pytest
 from conftest import compose_config
 from helpers.documents import PAGES, commands, composable
 
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import PreflightError
 from train import train
 

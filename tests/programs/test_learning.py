@@ -4,7 +4,7 @@ import pytest
 from conftest import REAL_DATA
 from helpers import programs
 
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 
 pytestmark = pytest.mark.slow
 

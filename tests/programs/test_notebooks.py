@@ -19,7 +19,7 @@ from helpers.runs import VARIED
 from pyarrow import parquet
 from scipy.stats import binomtest
 
-from grpo.evaluation.statistics import arm_interval
+from grpo.extras.report.statistics import arm_interval
 from notebooks import cards, figures
 from train import train
 

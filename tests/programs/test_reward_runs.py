@@ -10,7 +10,7 @@ from conftest import EXAMPLES, REAL_DATA, ROOT, compose_config
 from helpers.runs import rows, told
 from helpers.time_limits import keep_for
 
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from tasks.gsm8k import GSM8K
 from train import train
 

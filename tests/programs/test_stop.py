@@ -19,7 +19,7 @@ from grpo.apps import cli
 from grpo.apps.cli import one_line_errors
 from grpo.config.explain import explain
 from grpo.config.resuming import has_checkpoint, is_over
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import witness
 from grpo.system.errors import StopError, UserError
 from grpo.system.stopping.stop import SIGNALS, Stop, seconds_of

@@ -28,10 +28,10 @@ from grpo.config.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.evaluation.evaluator import Evaluation, Evaluator
-from grpo.evaluation.statistics import mean_interval
+from grpo.evaluation.intervals import mean_interval
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import StopError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint

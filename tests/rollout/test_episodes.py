@@ -30,7 +30,7 @@ from grpo.rollout.collate import collate, scores
 from grpo.rollout.episodes import play
 from grpo.rollout.rollout_metrics import rollout_metrics, sample_means
 from grpo.rollout.types import Limits, Sample
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import calls
 from grpo.system.errors import RolloutError
 from grpo.training.batch import RolloutBatch

@@ -14,9 +14,10 @@ from helpers.runs import TIMES, VARIED
 from helpers.slots import Crash  # noqa: F401 - the configuration names it
 
 from grpo.data.rows import fingerprint, fingerprint_of_all
+from grpo.extras.report.runs import arms, curves, latest, load, table
 from grpo.runs.loggers import MetricsTable
 from grpo.runs.manifest import kept
-from grpo.runs.runs import Run, arms, curves, latest, load, table
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from train import train
 

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger
 
 from grpo.config.composing import composed
 from grpo.config.resuming import add_saved_overrides, continued
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from grpo.system.output import secrets
 from grpo.system.output.secrets import hidden, is_secret, learn, masked_argument, masked_values

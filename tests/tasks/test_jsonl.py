@@ -11,7 +11,7 @@ from helpers.rows import write
 from hydra.utils import instantiate
 
 from grpo.env.messages import Message, ToolCall
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from tasks.jsonl import Jsonl, conversation
 from train import train

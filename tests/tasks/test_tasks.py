@@ -14,7 +14,7 @@ from grpo.data.rows import side
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
 from grpo.env.types import Example
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from tasks import calculator, countdown, gsm8k, wordmath
 from tasks.calculator import Calculator

@@ -28,11 +28,11 @@ from grpo.data.prompts import Uniform
 from grpo.data.rows import fingerprint
 from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
-from grpo.evaluation.statistics import mean_interval
+from grpo.evaluation.intervals import mean_interval
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import files
 from grpo.system.errors import UserError
 from grpo.system.files import replacing, surviving

@@ -16,7 +16,7 @@ from helpers.runs import learned, rows, state
 from helpers.slots import Apart
 
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import StopError, UserError
 from grpo.training.callbacks.ending import HOOK, Ending
 from grpo.training.checkpoints import by_rollouts

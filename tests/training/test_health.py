@@ -10,7 +10,7 @@ import torch
 from conftest import compose_config
 
 from grpo.evaluation.evaluator import Evaluation
-from grpo.evaluation.statistics import mean_interval
+from grpo.evaluation.intervals import mean_interval
 from grpo.runs.health import warnings_of
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch

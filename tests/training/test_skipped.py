@@ -10,7 +10,7 @@ from helpers.learning import ADVANTAGES, fresh, make_module, rollout
 from helpers.runs import VARIED, rows, state
 
 from grpo.extras.preflight.replay import replay
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from train import train
 

@@ -16,9 +16,9 @@ from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.display import history
 from grpo.evaluation.evaluator import Evaluation
-from grpo.evaluation.statistics import mean_interval
+from grpo.evaluation.intervals import mean_interval
 from grpo.rollout.types import Sample
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from grpo.system.output.console import console
 from grpo.training.callbacks.summary import summary

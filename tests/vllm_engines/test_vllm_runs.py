@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.extras.tools.renderer import TokenizerRenderer
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from tasks.gsm8k import GSM8K
 from train import train
 

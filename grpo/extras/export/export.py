@@ -1,6 +1,7 @@
 """Export the best policy of a run as a Hugging Face folder: `python -m grpo.export --help`, and docs/evaluation.md."""
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -70,18 +71,17 @@ def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> "ModelCard"
     another policy."""
     from huggingface_hub import ModelCard
 
-    from grpo.evaluation.resumable import finished
     from grpo.extras.export.model_card import results
-    from grpo.runs.runs import Run
+    from grpo.runs.run import Run
 
     if not (policy / "README.md").is_file():
         raise UserError(f"{policy} has no README.md: only policies that a run has saved can be exported")
     card = ModelCard.load(policy / "README.md")
     card.data.model_name = card.data.model_name or run.name
     for folder in evaluations:
-        if not (metrics := finished(folder)):
-            raise UserError(f"--eval={folder} has no metrics.json: give the folder of a finished `eval.py run={run}`")
         evaluation = Run(folder)
+        if not (metrics := evaluation.saved("metrics.json", json.loads)):
+            raise UserError(f"--eval={folder} has no metrics.json: give the folder of a finished `eval.py run={run}`")
         if (other := Path(evaluation.config["model"]["path"])).resolve() != policy:
             raise UserError(f"--eval={folder} evaluated {other}, not {policy}")
         both = [*(card.data.eval_results or []), *results(evaluation, metrics)]

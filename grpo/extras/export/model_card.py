@@ -11,8 +11,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from grpo.evaluation.estimates import as_json
-from grpo.evaluation.statistics import Estimate
-from grpo.runs.runs import Run
+from grpo.evaluation.intervals import Estimate
+from grpo.runs.run import Run
 from grpo.system.metrics import written
 from grpo.system.output.words import plural
 from grpo.system.root import ROOT
@@ -29,7 +29,7 @@ def write_card(policy: Path, rollouts: int, accuracy: Estimate | None, monitor: 
     monitor, mode: the metric that chooses the best policy of the run, and its direction. value: that of this policy, or NaN.
     """
     run = Run(policy.parents[1])
-    config, options, (task, source) = run.config, run.choices or run.overrides, problem(run)
+    config, options, (task, source) = run.config, run.choices or run.overrides, run.problem
     base, algo = config["model"]["path"], options.get("algo", "grpo")
     model = Path(base).name if isinstance(base, str) else options.get("model", "a model")
     adapter = (policy / "adapter_config.json").exists()
@@ -78,15 +78,9 @@ def waived(run: Run) -> list[str]:
     return [name for name, verdict in verdicts.items() if verdict["result"] == "WAIVED"]
 
 
-def problem(run: Run) -> tuple[str, Any]:
-    """Return the name of a run's task, and where its rows are from: a folder, a dataset of the hub, or None."""
-    task = run.config["task"] or {}
-    return (run.choices or run.overrides).get("task", task.get("_target_", "none")), task.get("path")
-
-
 def results(run: Run, metrics: Mapping[str, Any]) -> list[EvalResult]:
     """Return accuracy, pass@k and their like in the hub's form. run: of train.py or eval.py. metrics: as in metrics.json."""
-    (task, source), settings = problem(run), run.config["eval"]
+    (task, source), settings = run.problem, run.config["eval"]
     how = {"samples": settings["samples"], "temperature": settings["sampling"]["temperature"]}
     return [
         EvalResult(

@@ -1,1 +1,3 @@
 """Rewards from models: a language model as a judge, a reward model; how well they agree. Door: a reward function."""
+
+PROGRAMS = ("profile",)

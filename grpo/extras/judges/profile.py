@@ -24,7 +24,6 @@ from grpo.apps.cli import make_task
 from grpo.env.intake import first_state
 from grpo.env.messages import Message
 from grpo.env.types import Action, Example, State, Step, Task, Trajectory
-from grpo.extras.grading.grading import verdict
 from grpo.extras.judges.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
 from grpo.rewards.combined import text_of
 from grpo.rewards.row_task import RowTask
@@ -82,7 +81,8 @@ async def profiled(score: Scorer, rows: Sequence[dict]) -> tuple[list[dict], Rew
 async def profile(task: Task, rows: Sequence[dict], file: Path) -> list[dict]:
     """Return the rows with outcome, reward and milliseconds. Raises UserError if a column of the task is missing."""
     score = Scorer(task, TIMEOUT)
-    verdict("x+1", "1+x")  # start-up time, also that of a first call, does not count for any row
+    if grader := getattr(task, "grader", None):
+        grader.verdict("x+1", "1+x")  # start-up time, also that of a first call, does not count for any row
     _, error = await profiled(score, rows[:1])
     if error is not None and isinstance(error.__cause__, KeyError):
         raise UserError(f"{file}, row 1 lacks a column that the task needs ({error})")

@@ -13,7 +13,6 @@ import torch
 
 from grpo.data.dataset import Dataset
 from grpo.data.rows import at, key_of
-from grpo.data.written import agrees, golds_in, texts_only
 from grpo.env.messages import Message
 from grpo.env.rendering import Renderer
 from grpo.env.scoring import place_of
@@ -21,6 +20,7 @@ from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
 from grpo.extras.preflight.episodes import is_question, is_seeded
 from grpo.extras.preflight.probe import Checked, Probe, judged
+from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import call, parameters
 from grpo.rewards.row_task import RowTask

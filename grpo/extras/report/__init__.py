@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from grpo.extras.report.run import run_data
+from grpo.extras.report.runs import load
 from grpo.extras.report.sweep import sweep_data
-from grpo.runs.runs import load
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 
 SIDES = ["completion", "correct", "reward", "tokens"]  # what differs before and after
 COLUMNS = ["item", "set", "prompt", "gold", *SIDES]

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from grpo.evaluation.estimates import as_json, number_and_interval
-from grpo.evaluation.statistics import arm_interval, compare_arms, holm, over_seeds, paired
-from grpo.runs.runs import VERDICTS, Run, arms, load
+from grpo.extras.report.runs import arms, load
+from grpo.extras.report.statistics import arm_interval, compare_arms, holm, over_seeds, paired
+from grpo.runs.run import VERDICTS, Run
 from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """An evaluation by eval.py as a log of Inspect (inspect.aisi.org.uk), version 2 of its format: `inspect view` opens it."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,8 @@ from typing import Any
 import pandas as pd
 
 from grpo.data.rows import fingerprint
-from grpo.evaluation.resumable import finished
-from grpo.extras.export.model_card import problem
 from grpo.rollout.samples_table import conversation_of
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.files import write_json
 
 VERDICT = {True: "C", False: "I"}  # None, an unknown reward: "N"
@@ -27,11 +26,11 @@ def write_inspect_log(folder: Path) -> Path:
 
 def inspect_log(run: Run) -> dict[str, Any]:
     """Return the log. The metrics of metrics.json are those of the score `correct`, and their intervals are params."""
-    settings, model, (task, _) = run.config["eval"], run.config["model"]["path"], problem(run)
+    settings, model, (task, _) = run.config["eval"], run.config["model"]["path"], run.problem
     table, begun = run.evaluations(), run.manifest["started"]
     metrics = {
         name.removeprefix("eval/"): {"name": name.removeprefix("eval/"), "value": value, "params": interval}
-        for name, estimate in finished(run.folder).items()
+        for name, estimate in run.saved("metrics.json", json.loads).items()
         if name != "by" and (value := estimate["value"]) is not None
         for interval in [{key: estimate[key] for key in ("low", "high", "n")}]
     }

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from grpo.runs.runs import load
+from grpo.extras.report.runs import load
 from grpo.system.errors import UserError
 from grpo.system.output.pipe import quiet_pipe
 

@@ -13,11 +13,11 @@ import yaml
 from pyarrow.parquet import read_metadata
 
 from grpo.evaluation.estimates import solved
-from grpo.evaluation.statistics import mean_interval
+from grpo.evaluation.intervals import mean_interval
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.token_texts import token_texts
 from grpo.runs.health import warnings_of
-from grpo.runs.runs import Run, numbered, samples_in
+from grpo.runs.run import Run, numbered, samples_in
 from grpo.runs.waiting import about_waits
 from grpo.system.metrics import percent
 from grpo.system.output.words import plural
@@ -167,7 +167,9 @@ def embedded(run: Run, budget: int) -> dict[str, Any]:
     everything = f"All {total:,} samples are here." if total > 1 else "The only sample is here."
     left = everything if total else "The run left no samples."
     if shown < total:
-        where = "rollouts/, evaluations/ and discarded/ of the run's folder; grpo.runs.runs.Run(FOLDER).samples() reads them"
+        where = (
+            "rollouts/, evaluations/ and discarded/ of the run's folder; grpo.runs.run.Run(FOLDER).samples() reads them"
+        )
         left = (
             f"{shown:,} of {plural(total, 'sample')} are here, evenly spread over the run. All of them are in {where}."
         )

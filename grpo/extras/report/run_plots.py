@@ -9,7 +9,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from grpo.runs.runs import Run, band
+from grpo.extras.report.runs import band
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

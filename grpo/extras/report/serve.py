@@ -9,7 +9,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from grpo.extras.report import dictionary, document, page
 from grpo.extras.report.run import minute
-from grpo.runs.runs import Run, arms
+from grpo.extras.report.runs import arms
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 
 REFRESH = 10.0  # seconds after which pages load themselves again

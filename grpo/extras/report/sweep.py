@@ -8,7 +8,8 @@ from urllib.parse import quote
 
 from grpo.extras.report.comparison import comparable, compared
 from grpo.extras.report.run import minute
-from grpo.runs.runs import Run, arms, band, curves
+from grpo.extras.report.runs import arms, band, curves
+from grpo.runs.run import Run
 
 FEWEST = 4  # seeds for a band: the interval of fewer is so wide that it hides the curves
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from grpo.extras.losses.baselines import earned
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.checks import check_age
 from grpo.rollout.draw import Draw, Everything, Selection
@@ -142,7 +140,9 @@ class Fewer(Outer):
 
     def of(self, group: Group, rewards: list[float]) -> Group:
         """Return the kept samples of one group. rewards: the shaped ones."""
-        gains = earned(torch.tensor([rewards], dtype=torch.float64))[0].tolist()
+        # a share of a negative reward would be a bonus
+        lowest = min([0.0, *(reward for reward in rewards if not math.isnan(reward))])
+        gains = [reward - lowest for reward in rewards]
         worth = {
             "extremes": lambda i: rewards[i],
             "short": lambda i: -group[i].length,

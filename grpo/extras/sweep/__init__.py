@@ -1,3 +1,4 @@
 """Runs sweeps: a process for each job. Door: `python train.py -m`."""
 
+NEEDS = ("report",)
 PROGRAMS = ("jobs", "arms")

@@ -182,7 +182,7 @@ class Sweep:
             return
         from grpo.extras.report import write_report  # slow imports
         from grpo.extras.report.comparison import comparable
-        from grpo.runs.runs import load
+        from grpo.extras.report.runs import load
 
         try:
             page = write_report(self.folder)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo.engines.weights import checkpoint
-from grpo.evaluation.statistics import Estimate
+from grpo.evaluation.intervals import Estimate
 from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import RolloutError, StopError, UserError, error_line

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
-from grpo.evaluation.statistics import Estimate
+from grpo.evaluation.intervals import Estimate
 from grpo.rollout.types import Sample
 from grpo.runs.waiting import about_waits
 from grpo.system.calls import SPENT

@@ -25,7 +25,7 @@ from grpo.extras.ahead.order import ages_of
 from grpo.objectives.checks import check_algorithm
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import background
 from grpo.system.background import Background
 from grpo.system.errors import RolloutError, UserError

@@ -20,7 +20,7 @@ from grpo.extras.selection.selection import Dynamic
 from grpo.rollout.draw import Everything
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.seeds import TRAIN, derive_seed
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.extras.devices.watched import check_devices
 from grpo.models.pretrained import Pretrained
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.training import checkpoints

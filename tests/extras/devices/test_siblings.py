@@ -18,7 +18,7 @@ from helpers.slots import Varied
 
 from grpo.extras.devices import siblings
 from grpo.extras.devices.siblings import Siblings
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import deadline
 from grpo.system.errors import LostRank, UserError
 

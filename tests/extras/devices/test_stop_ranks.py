@@ -17,7 +17,7 @@ from helpers.programs import command
 from helpers.runs import rows, state
 from helpers.slots import Varied
 
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 
 SETTINGS = """task._target_=test_stop_ranks.Asks callbacks=[samples,checkpoint] callbacks.checkpoint.every=3 rollout.prompts=2
     rollout.group_size=4 rollout.num_rollouts=3 eval.samples=4 eval.sampling.temperature=1 resume=auto resume.changes=allow

@@ -10,11 +10,11 @@ from conftest import compose_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from grpo.evaluation.statistics import mean_interval
+from grpo.evaluation.intervals import mean_interval
 from grpo.extras.export.export import main as export
 from grpo.extras.export.model_card import hub_id, in_words, papers, public
 from grpo.models.pretrained import Pretrained
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from train import train
 

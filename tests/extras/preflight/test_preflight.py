@@ -37,7 +37,7 @@ from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.advantage import group_advantages
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system import distributed
 from grpo.system.distributed import one_pass
 from grpo.system.errors import PreflightError, UserError

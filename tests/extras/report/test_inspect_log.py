@@ -5,7 +5,7 @@ import json
 import pandas as pd
 
 from grpo.extras.report.inspect_log import inspect_log, write_inspect_log
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 
 CONFIG = """
 model: {path: Qwen/Qwen2.5-0.5B}

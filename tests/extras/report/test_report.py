@@ -21,7 +21,7 @@ from grpo.extras.report.callback import Report
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.run import evenly, run_title
 from grpo.extras.report.serve import index, serve
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from train import train
 

@@ -23,7 +23,7 @@ from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from grpo.system.errors import RolloutError, UserError
 from tasks.agent import Agent
 from train import train

@@ -19,7 +19,7 @@ from grpo.extras.teachers.divergence import Distributions
 from grpo.extras.teachers.server import Served
 from grpo.extras.teachers.teaching import Imitation, Teaching
 from grpo.models.pretrained import Pretrained
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from train import train
 
 

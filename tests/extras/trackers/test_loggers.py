@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo.extras.trackers.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep
-from grpo.runs.runs import Run
+from grpo.runs.run import Run
 from train import train
 
 pytestmark = pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="needs wandb and mlflow")

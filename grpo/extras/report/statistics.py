@@ -1,29 +1,16 @@
-"""Confidence intervals and tests for evaluations. Knows arrays, nothing of models, runs or files.
+"""Comparisons of problems, of runs with several seeds, and of arms: intervals and tests. Knows arrays alone.
 
-The unit is the problem. Samples of a problem resemble each other, so they are averaged first, and the estimate is the mean over
-problems (arXiv 2411.00640). NaN marks an unknown value, which is left out. docs/evaluation.md shows which function answers which
-question, and how often each interval contains the true value.
+evaluation/intervals.py has the interval of one mean. NaN marks an unknown value, which is left out.
+docs/evaluation.md shows which function answers which question, and how often each interval has the true value.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import bdtr, stdtr, stdtrit
+from scipy.special import bdtr, stdtr
 
-from grpo.system.errors import UserError
-
-Bounds = tuple[float, float]
-TINY = 1e-12  # smaller values are rounding errors
-
-
-class Estimate(NamedTuple):
-    """A value, the ends of its interval, and the number n of problems (or runs) behind it. For n < 2 the ends are NaN."""
-
-    value: float
-    low: float
-    high: float
-    n: int
+from grpo.evaluation.intervals import TINY, Bounds, Estimate, complete, mean_interval, quantile, wilson
 
 
 class Comparison(NamedTuple):
@@ -35,33 +22,6 @@ class Comparison(NamedTuple):
     worse: int
     ties: int
     test: str
-
-
-def mean_interval(values: ArrayLike, level: float = 0.95, bounds: Bounds | None = None) -> Estimate:
-    """Return the mean over problems with its interval. values: [problems], each the mean of a problem's own samples.
-
-    bounds None, for lengths and other unbounded values: mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom.
-
-    bounds (low, high), for shares: Wilson's interval, which stays within the bounds and has a width even if all values are equal,
-    (p + z^2/2m +- z sqrt(p (1-p)/m + z^2/4m^2)) / (1 + z^2/m). Here m = p (1-p) / se^2 is the effective number of samples: so
-    many independent ones would have the standard error se that the problems show (Franco et al. 2019, J. Survey Statistics and
-    Methodology 7:334). z is a quantile of Student's t, since se is estimated. If every value is 0 or 1 nothing is estimated:
-    m = n and z is the normal quantile, which is the plain Wilson interval. If all values are equal, m = n: as if the samples of
-    a problem never differed.
-    """
-    x = _known(values, bounds=bounds)[0][0]
-    n = len(x)
-    if n < 2:
-        return Estimate(x[0] if n else np.nan, np.nan, np.nan, n)
-    mean, t = x.mean(), _quantile(level, n - 1)
-    if bounds is None:
-        half = t * x.std(ddof=1) / np.sqrt(n)
-        return Estimate(mean, mean - half, mean + half, n)
-    x = (x - bounds[0]) / (bounds[1] - bounds[0])
-    p, spread = x.mean(), x.var()  # ddof 0: p (1-p) for outcomes of 0 and 1
-    outcomes = np.all((x == 0) | (x == 1))
-    m = n if outcomes or spread < TINY else n * p * (1 - p) / spread
-    return Estimate(mean, *_wilson(p, m, _quantile(level, np.inf) if outcomes else t, bounds), n)
 
 
 def difference_interval(d: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Estimate:
@@ -84,7 +44,7 @@ def paired(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | Non
     difference: the exact McNemar test if all values are single outcomes, else a sign-flip permutation test (exact up to 13
     differences that are not 0, else 9,999 draws with a fixed seed). The interval is approximate, so near 5 % they may disagree.
     """
-    (a,), (b,) = _known(a, b, bounds=bounds)
+    (a,), (b,) = complete(a, b, bounds=bounds)
     d = np.round(b - a, 12)
     if bounds is not None and np.isin([a, b], bounds).all():
         better, differ = int((d > 0).sum()), int((d != 0).sum())
@@ -106,17 +66,17 @@ def arm_interval(a: ArrayLike, level: float = 0.95, bounds: Bounds = (0, 1)) -> 
     69:789): h^2 = t_seeds^2 seeds + t_problems^2 max(problems - noise, 0), which enters Wilson's formula as z^2 p (1-p) / m.
     Problems with NaN in any run are left out; n is the number of the others. With one seed it equals `mean_interval`.
     """
-    (a,) = _known(a, bounds=bounds)
+    (a,) = complete(a, bounds=bounds)
     alone = mean_interval(a.mean(axis=0), level, bounds)
     if len(a) < 2 or alone.n < 2:
         return alone
     a = (a - bounds[0]) / (bounds[1] - bounds[0])
     n, p, (seeds, noise) = alone.n, a.mean(), _seeds(a)
     problems = max(a.mean(axis=0).var(ddof=1) / n - noise, 0.0)
-    t, z = _quantile(level, len(a) - 1), _quantile(level, n - 1)
+    t, z = quantile(level, len(a) - 1), quantile(level, n - 1)
     variance = (t / z) ** 2 * seeds + problems
     m = n if variance < TINY else p * (1 - p) / variance
-    return Estimate(alone.value, *_wilson(p, m, z, bounds), n)
+    return Estimate(alone.value, *wilson(p, m, z, bounds), n)
 
 
 def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds | None = (0, 1)) -> Comparison:
@@ -133,7 +93,7 @@ def compare_arms(a: ArrayLike, b: ArrayLike, level: float = 0.95, bounds: Bounds
     V^2 / sum(V_k^2 / df_k) (Satterthwaite 1946). Interval and p-value come from the same t. Problems with NaN in any run are left
     out. With one seed in an arm the effect of seeds is unknown: the result is `paired`, and `test` adds "seeds not varied".
     """
-    a, b = _known(a, b, bounds=bounds)
+    a, b = complete(a, b, bounds=bounds)
     if min(len(a), len(b), a.shape[1]) < 2:
         comparison = paired(a.mean(axis=0), b.mean(axis=0), level, bounds)
         return comparison._replace(test=f"{comparison.test}, seeds not varied")
@@ -167,39 +127,12 @@ def holm(p_values: ArrayLike) -> list[float]:
     return p.tolist()
 
 
-def _known(*arms: ArrayLike, bounds: Bounds | None) -> list[np.ndarray]:
-    """Return each arm as [rows, problems], without the problems that are NaN in any row of any arm."""
-    tables = [np.atleast_2d(np.asarray(arm, dtype=float)) for arm in arms]
-    if tables[0].shape[1] != tables[-1].shape[1]:
-        first, last = tables[0].shape[1], tables[-1].shape[1]
-        raise UserError(f"{first} and {last} problems: give the same problems, with NaN for unknown values")
-    complete = ~np.isnan(np.vstack(tables)).any(axis=0)
-    tables = [table[:, complete] for table in tables]
-    for table in tables:
-        if bounds is not None and table.size and not bounds[0] <= table.min() <= table.max() <= bounds[1]:
-            line = f"values from {table.min():g} to {table.max():g} are not within {bounds}"
-            raise UserError(f"{line}: give their bounds, or bounds=None for values that are not shares")
-    return tables
-
-
 def _seeds(arm: np.ndarray) -> tuple[float, float]:
     """Return the variance of an arm's mean due to its seeds, and the part of it that is noise of the samples."""
     runs = arm.mean(axis=1)
     residual = arm - runs[:, None] - arm.mean(axis=0) + arm.mean()
     noise = (residual**2).sum() / ((len(arm) - 1) * (arm.shape[1] - 1)) / arm.size
     return runs.var(ddof=1) / len(arm), noise
-
-
-def _wilson(p: float, m: float, z: float, bounds: Bounds) -> tuple[float, float]:
-    """Return Wilson's interval of a share p from m samples, scaled to bounds."""
-    half = z * np.sqrt(p * (1 - p) / m + (z / m) ** 2 / 4)
-    ends = np.clip((p + z**2 / (2 * m) + np.array([-half, half])) / (1 + z**2 / m), 0, 1)
-    low, high = bounds[0] + (bounds[1] - bounds[0]) * ends
-    return low, high
-
-
-def _quantile(level: float, degrees: float) -> float:
-    return float(stdtrit(degrees, (1 + level) / 2))  # the normal quantile for infinite degrees
 
 
 def _centre(d: np.ndarray, bounds: Bounds | None) -> tuple[float, float]:
@@ -217,7 +150,7 @@ def _centre(d: np.ndarray, bounds: Bounds | None) -> tuple[float, float]:
 def _difference(
     d: np.ndarray, centre: float, variance: float, degrees: float, level: float, bounds: Bounds | None
 ) -> Estimate:
-    half = _quantile(level, degrees) * np.sqrt(variance)
+    half = quantile(level, degrees) * np.sqrt(variance)
     widest = np.inf if bounds is None else bounds[1] - bounds[0]
     low, high = np.clip([centre - half, centre + half], -widest, widest)
     return Estimate(d.mean() if len(d) else np.nan, low, high, len(d))

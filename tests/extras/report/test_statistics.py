@@ -7,15 +7,8 @@ import pytest
 from scipy.stats import binomtest, t, ttest_1samp
 
 from benchmarks.intervals import SHARE, arm, arms, cases, clustered, covered, greedy, lengths, pairs, single
-from grpo.evaluation.statistics import (
-    arm_interval,
-    compare_arms,
-    difference_interval,
-    holm,
-    mean_interval,
-    over_seeds,
-    paired,
-)
+from grpo.evaluation.intervals import mean_interval
+from grpo.extras.report.statistics import arm_interval, compare_arms, difference_interval, holm, over_seeds, paired
 from grpo.system.errors import UserError
 
 NAN = float("nan")
