@@ -1,8 +1,9 @@
-"""Measure the size of the code: lines by room, the core, the longest files, and public names that are defined twice.
+"""Measure the size of the code: the book, the command line, each appendix, the arrows between them, the core, the longest files.
 
     python benchmarks/lines.py
 
 Lines of code are all but blank lines, comments and docstrings. The core is the list in grpo/__init__.py; there all lines count.
+An arrow `-> NAME n` is an appendix, or the command line, of which n names are imported.
 """
 
 import ast
@@ -30,12 +31,40 @@ def files() -> list[Path]:
     return sorted(path for folder in ("grpo", "tasks", "hydra_plugins") for path in (ROOT / folder).rglob("*.py"))
 
 
-def by_room() -> Counter[str]:
-    rooms: Counter[str] = Counter()
+def place(path: Path) -> tuple[str, str]:
+    """Return what a file belongs to, and the room or the appendix."""
+    folder, *rest = path.relative_to(ROOT).parts
+    if folder != "grpo":
+        return folder, folder
+    if rest[0] == "extras" and len(rest) > 2:
+        return "the appendices", rest[1]
+    line = rest[0] in ("config", "apps", "extras") or len(rest) == 1
+    return ("the command line", "the command line") if line else ("the book", rest[0])
+
+
+def by_place() -> dict[str, Counter[str]]:
+    """Return the lines of code of each room and appendix, by what it belongs to."""
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
     for path in files():
-        folder, *rest = path.relative_to(ROOT).parts
-        rooms[rest[0] if folder == "grpo" and len(rest) > 1 else folder] += code_lines(path.read_text())
-    return rooms
+        whole, part = place(path)
+        sums[whole][part] += code_lines(path.read_text())
+    return sums
+
+
+def arrows() -> dict[tuple[str, str], list[str]]:
+    """Return the names that the book or an appendix imports from another appendix or the command line: by place and target."""
+    found = defaultdict(list)
+    for path in (path for path in files() if place(path)[0] in ("the book", "the appendices")):
+        whole, part = place(path)
+        source = whole if whole == "the book" else part
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        for name in (f"{node.module}.{alias.name}" for node in nodes for alias in node.names):
+            match name.split("."):
+                case ["grpo", "extras", target, *_] if target != source:
+                    found[source, target].append(f"{path.relative_to(ROOT)}: {name}")
+                case ["grpo", "config" | "apps", *_]:
+                    found[source, "the command line"].append(f"{path.relative_to(ROOT)}: {name}")
+    return found
 
 
 def core() -> dict[str, int]:
@@ -56,12 +85,23 @@ def twice() -> dict[str, list[str]]:
     return {name: places for name, places in sorted(found.items()) if len(places) > 1 and name != "main"}
 
 
-if __name__ == "__main__":
-    rooms = by_room()
-    for room, lines in rooms.most_common():
-        print(f"{room:14}{lines:7,}")
-    print(f"{'lines of code':14}{sum(rooms.values()):7,}")
-    print(f"{'core':14}{sum(core().values()):7,}   in {len(core())} files, docstrings included")
+def main() -> None:
+    places, names = by_place(), arrows()
+    for whole, parts in sorted(places.items(), key=lambda pair: -sum(pair[1].values())):
+        print(f"{whole:18}{sum(parts.values()):7,}")
+        for part, count in parts.most_common() if len(parts) > 1 else ():
+            there = ", ".join(f"{to} {len(found)}" for (source, to), found in sorted(names.items()) if source == part)
+            print(f"  {part:16}{count:7,}{there and f'   -> {there}'}")
+    print(f"{'lines of code':18}{sum(sum(parts.values()) for parts in places.values()):7,}")
+    wrong = [name for (source, _), found in names.items() if source == "the book" for name in found]
+    print(f"{'names in the book of what is not the book':42}{len(wrong)}", *wrong, sep="\n  ")
+    print(f"{'core':18}{sum(core().values()):7,}   in {len(core())} files, docstrings included")
     longest = sorted(files(), key=lambda path: -len(path.read_text().splitlines()))[:3]
-    print("longest files ", ", ".join(f"{p.relative_to(ROOT)} {len(p.read_text().splitlines())}" for p in longest))
-    print("defined twice ", ", ".join(f"{name} ({', '.join(places)})" for name, places in twice().items()) or "nothing")
+    print("longest files    ", ", ".join(f"{p.relative_to(ROOT)} {len(p.read_text().splitlines())}" for p in longest))
+    print(
+        "defined twice    ", ", ".join(f"{name} ({', '.join(where)})" for name, where in twice().items()) or "nothing"
+    )
+
+
+if __name__ == "__main__":
+    main()
