@@ -53,12 +53,6 @@ def test_two_runs_learn_from_the_same_prompts_from_the_same_policy(tmp_path, mon
     assert (value, low, high, seeds) == pytest.approx((4, 4 * 2**-12.7062, 4 * 2**12.7062, 2), rel=1e-4)
 
 
-def test_start_up_is_measured_in_trees_that_take_turns():
-    (row,) = results("start_up.py", str(ROOT), str(ROOT), "--repeats", "1", "--cases", "help")
-    assert (row["case"], row["until"]) == ("help", "end") and len(row["cpu_s"]) == len(row["wall_s"]) == 2
-    assert min(row["cpu_s"] + row["wall_s"]) > 0
-
-
 def test_layouts_are_compared():
     (case,) = results(
         "update.py", "--shape", "tiny", "--prompts", "10", "--answers", "16", "--groups", "4", "--repeats", "1"
