@@ -68,6 +68,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     overrides: the arguments of the command line.
     """
     from grpo.apps.engines import engine_of
+    from grpo.apps.longest import most_tokens
     from grpo.apps.scorecard import Scorecard, finished, policy_in
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.estimates import columns
@@ -110,7 +111,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
     examples = evaluator.chosen(prompt_limit.fitting(task, evaluator.split, renderer))
     rows = {evaluator.split: examples}
-    engine = engine_of(config, lambda: prompt_limit.most_tokens(evaluator.sources(task), rows, renderer, [evaluator]))
+    engine = engine_of(config, lambda: most_tokens(prompt_limit, evaluator.sources(task), rows, renderer, [evaluator]))
     engine.load_weights(pretrained.model().to(trainer.strategy.root_device), 0)
     card = Scorecard(folder, examples, policy_in(pretrained.path))
     save_config(config)

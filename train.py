@@ -23,6 +23,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     import lightning as L  # imported here, so that --help, a mistyped key and the parent of a sweep need no torch
 
     from grpo.apps.engines import ahead_of, engine_of
+    from grpo.apps.longest import longest_prompt, most_tokens
     from grpo.apps.own_pieces import check_own, tried_sampler, tried_selection
     from grpo.apps.rows import with_rows
     from grpo.apps.unchecked import NoPreflight, NoSizes, no_forecast
@@ -62,7 +63,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     folder, seed = config.output_dir, config.seed
     data_seed = config.get("data_seed", seed)
     sampler = source or tried_sampler(instantiate(config.sampler), examples["train"], plan.prompts, data_seed)
-    engine = engine_of(config, lambda: prompt_limit.most_tokens(splits, examples, renderer, (plan, evaluator)))
+    engine = engine_of(config, lambda: most_tokens(prompt_limit, splits, examples, renderer, (plan, evaluator)))
     loggers = [*instantiate(config.logger).values()]
     play = instantiate(config.play)
     selection = tried_selection(instantiate(config.selection), plan, examples["train"], algorithm, data_seed)
@@ -83,7 +84,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
         return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, seed)
 
     sizes = of_appendix("preflight.forecast.Sizes", NoSizes)(
-        module, pretrained, plan, engine, lambda: prompt_limit.longest(task, examples["train"], renderer)
+        module, pretrained, plan, engine, lambda: longest_prompt(prompt_limit, task, examples["train"], renderer)
     )
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=loggers, needs=sizes.needed)
     optim, parts = sizes.fitted(optim, trainer)

@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.composing import composed
 from grpo.config.explain import explain
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -31,7 +31,7 @@ from grpo.engines.weights import checkpoint
 from grpo.env.tokens import Completion
 from grpo.models.pretrained import context_of
 from grpo.system.errors import UserError
-from grpo.system.pieces import in_pieces
+from grpo.system.memory import in_pieces
 from grpo.training.batch import RolloutBatch
 from grpo.training.module import GRPOModule
 

@@ -18,9 +18,9 @@ The appendices are in extras/, a folder each, and the book knows none of them. A
 that its NEEDS names. Its __init__.py says what it adds, and by which door it comes in: an option of conf/, or a command.
 
     the algorithm  losses/ critic/ teachers/ optimizers/ selection/ ahead/ (rollouts beside the update)
-    the rewards    grading/ (answers) programs/ (in a sandbox) judges/ tools/
+    the rewards    grading/ (answers) workers/ (its processes) programs/ (in a sandbox) judges/ tools/
     the machine    kernels/ quantized/ devices/ vllm_server/ shared_weights/
-    the run        preflight/ trackers/ report/ export/ sources/ (who plays the episodes)
+    the run        preflight/ trackers/ report/ export/ early_stopping/ sources/ (who plays)
     programs       serve/ (HTTP) sweep/ launch/ migration/ demo/
 
 The command line puts book and appendices together: train.py, eval.py, config/ (composes, checks and explains configurations;

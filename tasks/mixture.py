@@ -10,7 +10,7 @@ from grpo.env.scoring import score_group
 from grpo.env.types import Claim, Env, Example, Reward, Split, Task, Trajectory
 from grpo.system.errors import UserError
 from grpo.system.ranges import Positive, enforced
-from grpo.system.states import set_states, states_of
+from grpo.system.seeds import set_states, states_of
 
 
 def shares(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:

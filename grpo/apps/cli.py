@@ -37,13 +37,12 @@ from grpo.config.resuming import (
 from grpo.config.trust import check_code
 from grpo.config.validation import check_values
 from grpo.env.types import Task
-from grpo.system import witness
+from grpo.system import exits
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
-from grpo.system.output.console import to_logs
-from grpo.system.output.pipe import quiet_pipe
+from grpo.system.output.console import quiet_pipe, to_logs
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 from grpo.system.stopping.stop import leave_early
 
 if TYPE_CHECKING:  # --help needs no torch
@@ -89,7 +88,7 @@ def run(main: Callable[[], object], config_name: str) -> None:
 
             print(help_text(config_name, arguments.overrides))
         else:
-            witness.watch()
+            exits.watch()
             if config_name in EARLY and not arguments.multirun:
                 leave_early(EARLY[config_name])
             main()

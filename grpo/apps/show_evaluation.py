@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo.apps.scorecard import Scorecard
 from grpo.evaluation.display import grid, share_with_interval
 from grpo.evaluation.intervals import Estimate
+from grpo.system.errors import plural
 from grpo.system.metrics import is_result, percent, written
-from grpo.system.output.words import plural
 
 
 class Bar(Progress):

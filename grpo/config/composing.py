@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.hydra_speed import hasten
 from grpo.system.moved import new_name
+from grpo.system.ranges import flat
 from grpo.system.root import ROOT
-from grpo.system.settings import flat
 
 hasten()
 

@@ -15,7 +15,7 @@ from grpo.config.resuming import key_in
 from grpo.config.validation import needed, no_value
 from grpo.system.errors import UserError, lacks_memory, one_line
 from grpo.system.files import FULL
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 RENAMED = {
     "loader": "sampler",

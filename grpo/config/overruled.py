@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.composing import CONF, literal
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 ADAMW = "${oc.select:adamw.lr,"  # a learning rate that follows what recipes, adapters and experiments have for AdamW
 # optimizers that it suits

@@ -20,7 +20,7 @@ from grpo.system.errors import UserError, one_line
 from grpo.system.files import write_text
 from grpo.system.moved import new_name
 from grpo.system.output.secrets import MASK, masked_values
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 log = logging.getLogger(__name__)
 

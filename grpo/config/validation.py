@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.system import ranges as r
 from grpo.system.errors import UserError
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 TABLES = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
 TYPES = {key: eval(kind, vars(r)) for kind, keys in TABLES["types"].items() for key in keys.split()}

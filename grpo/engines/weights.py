@@ -17,7 +17,7 @@ from grpo.models.adapted import dequantize, without_adapter
 from grpo.models.language import beside_language
 from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
-from grpo.system.pieces import in_pieces
+from grpo.system.memory import in_pieces
 
 BUCKET = 1 << 28  # bytes of weights handed over at once; a larger tensor goes alone
 

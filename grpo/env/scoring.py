@@ -7,8 +7,7 @@ from typing import Any
 from grpo.env.intake import asked_for, reward_of
 from grpo.env.types import Example, Reward, Task, Trajectory
 from grpo.system.calls import awaited
-from grpo.system.errors import RewardError
-from grpo.system.output.words import plural
+from grpo.system.errors import RewardError, plural
 
 LARGEST = 1e18  # of a reward: in float32 the variance of larger ones is infinite
 UNKNOWN = Reward(math.nan, False)

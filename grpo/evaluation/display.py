@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Column, Table
 
 from grpo.evaluation.intervals import Estimate
+from grpo.system.errors import plural
 from grpo.system.metrics import is_result, percent, written
-from grpo.system.output.words import plural
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, title: str | None = None) -> Table:

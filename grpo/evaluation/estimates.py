@@ -22,10 +22,9 @@ from grpo.rollout.rollout_metrics import conversation, is_conversation
 from grpo.rollout.samples_table import golds
 from grpo.rollout.types import TIMEOUT, Group, Sample
 from grpo.system.calls import Calls
-from grpo.system.errors import error_line
-from grpo.system.loops import beside
+from grpo.system.errors import error_line, plural
 from grpo.system.metrics import about, name_of_part
-from grpo.system.output.words import plural
+from grpo.system.threads import beside
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from grpo.models.head import of_logits, token_values
 from grpo.models.packed_attention import Kernel, attending, pack
 from grpo.models.temperature import temperatures
 from grpo.objectives.batch import TokenBatch
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 Layout = Literal["padded", "packed", "shared_prompt"]
 

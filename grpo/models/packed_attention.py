@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from grpo.objectives.batch import TokenBatch
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 NAME = "grpo"
 # the arguments that a plan follows; the values of others with which they change nothing; and what some others mean

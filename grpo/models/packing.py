@@ -15,9 +15,9 @@ from grpo.models.probe_lengths import LONGEST, beyond_sizes, probe_sizes
 from grpo.models.trusted import objection
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
-from grpo.system.devices import sent
 from grpo.system.distributed import computes_in, is_sharded, one_pass
 from grpo.system.errors import UserError
+from grpo.system.memory import sent
 
 log = logging.getLogger(__name__)
 

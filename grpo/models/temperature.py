@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 
 def temperatures(batch: TokenBatch, temperature: float, packed: bool = False) -> float | Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo.objectives.advantage import has_signal
 from grpo.system import distributed
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 
 @dataclass(frozen=True)

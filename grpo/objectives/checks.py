@@ -20,8 +20,7 @@ from grpo.objectives.arguments import OF_TOKENS, call, named, parameters, too_ol
 from grpo.objectives.axes import clip_bounds, kl_in_reward
 from grpo.objectives.loss import policy_log_ratio, token_weights
 from grpo.objectives.trial import even_batch, random_batch, tried
-from grpo.system.errors import UserError
-from grpo.system.output.words import plural
+from grpo.system.errors import UserError, plural
 from grpo.system.progress import Progress
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,10 @@ from grpo.env.scoring import LARGEST
 from grpo.env.types import Action, Env, Example, Reward, State, Step, Trajectory
 from grpo.rewards.resolve import ALWAYS, OURS, TRL_GIVES, Function, Functions, lacks, locate, module_of, reward_name
 from grpo.system.calls import Calls, awaited
-from grpo.system.errors import RewardError, UserError, error_line
+from grpo.system.errors import RewardError, UserError, error_line, plural
+from grpo.system.exits import seen
 from grpo.system.global_state import put_back
-from grpo.system.output.words import plural
 from grpo.system.progress import Progress, progress, scheduled
-from grpo.system.witness import seen
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from grpo.system.errors import UserError
+from grpo.system.exits import seen
 from grpo.system.metrics import is_taken
 from grpo.system.root import PACKAGE, ROOT
-from grpo.system.witness import seen
 
 NAMES = ROOT / "conf" / "rewards.yaml"  # so that this module, and its users, need not know where a function is
 TRL_GIVES = ("trainer_state", "log_metric", "log_extra")  # to every function, beside the lists

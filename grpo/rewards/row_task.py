@@ -19,7 +19,7 @@ from grpo.rewards.grader import Grader
 from grpo.rewards.resolve import Functions, unwrapped
 from grpo.system.errors import UserError
 from grpo.system.ranges import as_yaml, require
-from grpo.system.states import set_states, states_of
+from grpo.system.seeds import set_states, states_of
 
 log = logging.getLogger(__name__)
 LOOKED_AT = 10000  # rows of a split, whose right answers are read when it is loaded

@@ -23,9 +23,9 @@ from grpo.engines.stop_texts import StopTexts
 from grpo.env.rendering import message_after
 from grpo.env.tokens import Completion, CompletionLike, completion_of
 from grpo.env.types import State
-from grpo.system.background import Background, stop_all
 from grpo.system.calls import LOOK, PATIENCE, Calls, loop_threads
 from grpo.system.errors import UserError
+from grpo.system.threads import Background, stop_all
 
 if TYPE_CHECKING:  # eval.py compare= must not import transformers
     from grpo.env.rendering import Renderer

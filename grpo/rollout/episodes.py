@@ -20,8 +20,8 @@ from grpo.rollout.types import Group, Limits, Sample
 from grpo.system import distributed
 from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, RolloutError, UserError, error_line
-from grpo.system.loops import beside
 from grpo.system.stopping.stop import together
+from grpo.system.threads import beside
 
 THREADS = 64  # threads for environments
 ENVIRONMENT = 1 << 31  # used instead of the turn for the seed of the environment itself

@@ -103,7 +103,7 @@ def replayable(groups: Iterable[Group], version: int) -> dict[str, list]:
 
 def plain_rows(sample: Sample, version: int) -> list[dict[str, list]]:
     """Return the rows of a sample in the form of extras/sources/conversion.py."""
-    from grpo.rollout.staleness import versions_of_turns  # imports torch
+    from grpo.rollout.versions import versions_of_turns  # imports torch
 
     versions = versions_of_turns(sample, version)
     return [plain_row(row, sample, versions) for row in rows_of_turns(sample.turns)]

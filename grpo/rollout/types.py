@@ -59,9 +59,9 @@ class Limits:
 class Plan:
     """The size of a run: `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
 
-    ahead: rollouts that are played, or wait, while the policy learns from one, see rollout/ahead. max_staleness: versions between
-    the weights that sampled a token and those that learn from it; None: `bound`. patience: seconds without a finished group.
-    epochs: passes over the training examples, from which train.py computes num_rollouts; None: it is as given.
+    ahead: rollouts that are played, or wait, while the policy learns from one, see extras/ahead. max_staleness: versions between
+    the weights that sampled a token and those that learn from it; None: see `most_stale`. patience: seconds without a finished
+    group. epochs: passes over the training examples, from which train.py computes num_rollouts; None: it is as given.
     """
 
     prompts: Count
@@ -81,7 +81,7 @@ class Plan:
             raise UserError("rollout.sampling.temperature=0: greedy samples are equal and teach nothing: raise it")
 
     @property
-    def bound(self) -> int:
+    def most_stale(self) -> int:
         """The largest staleness of a token that is learned from, in versions."""
         usual = self.ahead * (2 if self.order == "ready" else 1)
         return usual if self.max_staleness is None else self.max_staleness

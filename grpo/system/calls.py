@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.system.clock import times
-from grpo.system.witness import seen
+from grpo.system.exits import seen
 
 SPENT: Counter[str] = Counter()  # seconds in which any call of a kind was open, in this process
 PATIENCE = 0.5  # seconds after which a call may count as slow, see Calls.slow
@@ -66,7 +66,7 @@ class Calls:
     """Makes calls in up to `threads` threads. Belongs to the event loop in which it is awaited.
 
     A thread cannot be stopped: if it hangs, it is abandoned, and another one takes its place. If a coroutine that a call
-    returned hangs, it is cancelled. what: names the calls for the witness.
+    returned hangs, it is cancelled. what: names the calls, see exits.py.
     """
 
     def __init__(self, threads: int, what: str = "a user's function") -> None:

@@ -1,4 +1,4 @@
-"""Exceptions whose text is for the user."""
+"""Exceptions whose text is for the user, and words for it."""
 
 import re
 import traceback
@@ -82,3 +82,8 @@ def error_line(error: BaseException) -> str:
     except Exception:  # a user's class may fail here
         words = "(it is unknown)"
     return f"{type(error).__name__}: {words}{place}"
+
+
+def plural(count: int, noun: str, more: str = "") -> str:
+    """Return a count with its noun: `1 job`, `2 jobs`, `1,000 jobs`. more: the plural, if it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else more or noun + 's'}"

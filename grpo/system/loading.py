@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.system.distributed import local
-from grpo.system.errors import UserError
-from grpo.system.output.words import plural
+from grpo.system.errors import UserError, plural
 
 # arguments of from_pretrained: report, do not raise
 STRICT = {"output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -1,8 +1,14 @@
-"""Memory in bytes: how much a device has left, and the most that this process held in a phase."""
+"""Memory in bytes: how much a device has left, and the most that this process held in a phase; and copies between memories.
+
+Work is queued on a GPU and the host goes ahead, until it reads a result. An ordinary copy waits for all queued work, in both
+directions; that of `sent` does not. See docs/performance.md, and tests/training/test_waits.py, which counts the waits.
+"""
 
 import ctypes
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -101,3 +107,28 @@ def peak(device: torch.device) -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return held(device)
+
+
+T = TypeVar("T")
+
+
+def in_pieces(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield the items in order, in lists of total size at most `most`; a larger item is a list of its own."""
+    piece: list[T] = []
+    filled = 0
+    for item in items:
+        if piece and filled + size(item) > most:
+            yield piece
+            piece, filled = [], 0
+        piece.append(item)
+        filled += size(item)
+    if piece:
+        yield piece
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. If it is in the host's memory, the copy is queued; it must not change afterwards."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()  # a page that may be swapped out is copied by the host, which then waits
+    queued = device.type != "mps"  # MPS would read the memory when it may be free already
+    return tensor.to(device, non_blocking=queued)

@@ -193,3 +193,12 @@ def enforced(prefix: str) -> Callable[[T], T]:
         return called
 
     return decorate
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    values: dict[str, Any] = {}
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        values |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return values

@@ -26,14 +26,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.runs.run import numbered
 from grpo.system import distributed
 from grpo.system.distributed import full, local
-from grpo.system.errors import UserError, one_line
+from grpo.system.errors import UserError, one_line, plural
 from grpo.system.files import surviving
 from grpo.system.loading import not_finite
-from grpo.system.output.words import plural
+from grpo.training.plain import Tensors, from_plain, to_plain
 
 log = logging.getLogger(__name__)
 

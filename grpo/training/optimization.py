@@ -18,9 +18,8 @@ from grpo.extras.optimizers.loss_scale import LossScale, LossScaling
 from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, plural
 from grpo.system.output.users_code import is_own, of_user
-from grpo.system.output.words import plural
 from grpo.system.ranges import Count, NonNegative, Positive, Share, enforced, require
 from grpo.training.meter import Means
 

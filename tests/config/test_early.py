@@ -19,7 +19,7 @@ from grpo.config.glance import columns_in
 from grpo.rewards.combined import Rewards
 from grpo.rewards.resolve import locate
 from grpo.system.errors import UserError
-from grpo.system.output.pipe import quiet_pipe
+from grpo.system.output.console import quiet_pipe
 
 MINE = """
 from functools import partial

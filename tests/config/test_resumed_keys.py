@@ -11,7 +11,7 @@ import grpo.training.checkpoints
 from grpo.config import resuming
 from grpo.config.resuming import check_resumed, resolved
 from grpo.system.errors import UserError
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 TABLE = yaml.safe_load((ROOT / "tests/data/resumed_keys.yaml").read_text())
 OPTIONS = "callbacks=[default,early_stopping] adapter=lora selection=replay sampler=pools algo/kl=loss".split()

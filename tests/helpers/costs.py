@@ -25,11 +25,12 @@ BUDGET = {
     "apps": 10, "config": 20, "data": 3, "engines": 15, "env": 5, "evaluation": 10, "families": 5, "models": 17, "objectives": 28,
     "programs": 34, "rewards": 8, "rollout": 17, "runs": 6, "system": 13, "tasks": 16, "tests": 16, "training": 40,
     "vllm_engines": 1, "commands typed": 20,
-    "extras/ahead": 12, "extras/critic": 4, "extras/demo": 6, "extras/devices": 2, "extras/export": 4, "extras/grading": 5,
+    "extras/ahead": 12, "extras/critic": 4, "extras/demo": 6, "extras/devices": 2, "extras/early_stopping": 1,
+    "extras/export": 4, "extras/grading": 5,
     "extras/judges": 2, "extras/kernels": 5, "extras/launch": 5, "extras/losses": 3, "extras/migration": 7,
     "extras/optimizers": 3, "extras/preflight": 45, "extras/programs": 8, "extras/quantized": 2, "extras/report": 3,
     "extras/selection": 4, "extras/serve": 18, "extras/shared_weights": 1, "extras/sources": 3, "extras/sweep": 4,
-    "extras/teachers": 33, "extras/tools": 7, "extras/trackers": 5, "extras/vllm_server": 5,
+    "extras/teachers": 33, "extras/tools": 7, "extras/trackers": 5, "extras/vllm_server": 5, "extras/workers": 4,
 }  # fmt: skip
 PACE = 0.0140
 NOISE = 1.5  # what the pace does not explain: the same tests took 1.6 times the CPU seconds elsewhere, at the same pace

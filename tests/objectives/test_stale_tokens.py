@@ -30,8 +30,8 @@ from grpo.objectives.checks import check_algorithm
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
 from grpo.rollout.collate import collate
-from grpo.rollout.staleness import with_staleness
 from grpo.rollout.types import Sample
+from grpo.rollout.versions import with_staleness
 from grpo.system.errors import UserError
 
 close = torch.testing.assert_close

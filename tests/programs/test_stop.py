@@ -20,7 +20,7 @@ from grpo.apps.cli import one_line_errors
 from grpo.config.explain import explain
 from grpo.config.resuming import has_checkpoint, is_over
 from grpo.runs.run import Run
-from grpo.system import witness
+from grpo.system import exits
 from grpo.system.errors import StopError, UserError
 from grpo.system.stopping.stop import SIGNALS, Stop, seconds_of
 from train import train
@@ -124,7 +124,7 @@ def test_the_time_of_a_run_ends_between_two_updates():
 @pytest.mark.parametrize("kind", SIGNALS)
 def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py"])
-    monkeypatch.setattr(witness, "watch", lambda: None)
+    monkeypatch.setattr(exits, "watch", lambda: None)
     with Stop().during(), pytest.raises(SystemExit) as ended:
         signal.signal(kind, signal.SIG_DFL)  # a test in the background ignores SIGINT
         cli.run(lambda: os.kill(os.getpid(), kind), "train")

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 from conftest import compose_config
 
+from grpo.apps import longest
 from grpo.apps.engines import engine_of
+from grpo.apps.longest import most_tokens
 from grpo.engines.context import bounded
 from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.settings import params_of
 from grpo.env.messages import Message
 from grpo.env.types import SingleTurn, State
-from grpo.rollout import prompt_limit
 from grpo.rollout.prompt_limit import PromptLimit
 from grpo.rollout.types import Limits, Plan
 from grpo.system.errors import UserError
@@ -58,7 +59,7 @@ def most(*rows, limit=ANY, answers=(30,), turns=16, context=1000):
     uses = [played(answer, turns) for answer in answers]
     sources = {str(i): (task, "train") for i, (task, _) in enumerate(rows)}
     examples = {str(i): lengths for i, (_, lengths) in enumerate(rows)}
-    return limit.within(context, max(answers)).most_tokens(sources, examples, LETTERS, uses)
+    return most_tokens(limit.within(context, max(answers)), sources, examples, LETTERS, uses)
 
 
 def test_it_is_the_longest_prompt_of_all_rows_and_the_longest_answer():
@@ -83,7 +84,7 @@ def test_what_cannot_be_known_keeps_the_context(task):
 
 
 def test_of_very_many_rows_it_reads_some_and_allows_for_twice_their_longest(monkeypatch):
-    monkeypatch.setattr(prompt_limit, "READ", 4)
+    monkeypatch.setattr(longest, "READ", 4)
     task = Questions()
     assert most((task, [10, 90, 20, 90, 30, 90, 40, 90])) == 2 * 40 + 30
     assert {*task.built} == {10, 20, 30, 40}

@@ -1,6 +1,6 @@
 """Things in pieces."""
 
-from grpo.system.pieces import in_pieces
+from grpo.system.memory import in_pieces
 
 
 def test_pieces_keep_the_order_and_only_a_large_item_exceeds_the_bound():

@@ -1,6 +1,6 @@
 """Counts in sentences, and a line of a run that has one of everything."""
 
-from grpo.system.output.words import plural
+from grpo.system.errors import plural
 
 
 def test_one_is_no_plural():

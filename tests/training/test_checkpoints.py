@@ -30,7 +30,6 @@ from grpo.env.messages import Message
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
 from grpo.models.pretrained import Pretrained
-from grpo.rollout.plain import Tensors, from_plain, to_plain
 from grpo.rollout.types import Limits
 from grpo.runs.run import Run
 from grpo.system import files
@@ -40,6 +39,7 @@ from grpo.system.seeds import random_states, set_random_states
 from grpo.training.callbacks.checkpoint import Checkpoint, UnsavedError
 from grpo.training.callbacks.evaluation import EvaluationCallback
 from grpo.training.checkpoints import PlainCheckpoints, RunCheckpoints, fault_of, link, new_folder, usable
+from grpo.training.plain import Tensors, from_plain, to_plain
 from train import train
 
 

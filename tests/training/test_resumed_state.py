@@ -14,8 +14,7 @@ from torch.optim import SGD, Optimizer
 from grpo.rollout.draw import Everything
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
-from grpo.system.states import everything, set_everything
-from grpo.training.callbacks.early_stopping import EarlyStopping
+from grpo.system.seeds import everything, set_everything
 from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.optimization import Optimization, set_changed, settings_of
@@ -129,13 +128,6 @@ def test_the_run_is_as_far_as_its_rollouts_if_each_has_more_updates(toy):
     before.on_save_checkpoint(checkpoint)
     after.on_load_checkpoint(checkpoint)
     assert after.updates == 4 and after.position()["rollout"] == 3
-
-
-def test_patience_is_that_of_now():
-    before, after = EarlyStopping(patience=2), EarlyStopping(patience=5)
-    before.wait_count = 2
-    after.load_state_dict(before.state_dict())
-    assert (after.wait_count, after.patience) == (2, 5)
 
 
 def test_what_was_ignored_is_watched_if_it_is_no_longer_ignored():

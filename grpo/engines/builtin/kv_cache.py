@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
-from grpo.system.devices import sent
-from grpo.system.pieces import in_pieces
+from grpo.system.memory import in_pieces, sent
 
 PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass; a longer prompt goes alone
 SHARED = 16  # tokens with which all prompts of a pass must begin, so that the pass computes them once

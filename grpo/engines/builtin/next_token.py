@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 LOGITS_PER_DRAW = 1 << 25  # logits processed at once; each takes about five more numbers of memory
 

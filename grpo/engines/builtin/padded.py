@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo.models.adapted import without_adapter
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 
 class PaddedCache:

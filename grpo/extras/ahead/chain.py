@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from grpo.extras.ahead.clock import Clocked, IdleClock
-from grpo.extras.ahead.order import ages_of
+from grpo.extras.ahead.order import staleness_of
 from grpo.rollout.engine_queue import where
-from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
-from grpo.system.background import Background
 from grpo.system.distributed import in_play, is_sharded
 from grpo.system.errors import RolloutError, UserError
-from grpo.system.states import states_of
+from grpo.system.seeds import states_of
 from grpo.system.stopping.stop import Stop
+from grpo.system.threads import Background
+from grpo.training.plain import Tensors, to_plain
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Chain:
     def facts(self, rollout: Rollout, update: int) -> dict[str, float]:
         """Return the metrics of a handover."""
         return {
-            **ages_of(rollout, update),
+            **staleness_of(rollout, update),
             "rollout/buffered_groups": float(sum(len(each.groups) for each in self.finished.values())),
             "rollout/flying_groups": float(self.flying),
             "time/played": rollout.seconds,

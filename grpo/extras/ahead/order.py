@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo.rollout.rollouts import Rollout
-from grpo.rollout.staleness import versions_of
+from grpo.rollout.versions import versions_of
 
 Key = tuple[int, int]  # the rollout of the plan, and the place of a prompt in it
 
@@ -41,7 +41,7 @@ def for_update(waiting: Sequence[Waiting], update: int, count: int) -> list[Key]
     return sorted(one.key for one in picked)
 
 
-def ages_of(rollout: Rollout, update: int) -> dict[str, float]:
+def staleness_of(rollout: Rollout, update: int) -> dict[str, float]:
     """Return the age of the weights that sampled a token, in versions before `update`: the mean over tokens, and the largest."""
     versions = [version for group in rollout.groups for version in versions_of(group, rollout.version)] or [update]
     mean, oldest = update - sum(versions) / len(versions), float(update - min(versions))

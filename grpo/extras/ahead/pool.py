@@ -16,18 +16,18 @@ from torch import nn
 from grpo.env.types import Example
 from grpo.extras.ahead.chain import LOOK, same_samples, waited
 from grpo.extras.ahead.clock import Clocked, IdleClock
-from grpo.extras.ahead.order import Key, Waiting, ages_of, for_update
+from grpo.extras.ahead.order import Key, Waiting, for_update, staleness_of
 from grpo.rollout.collate import scores
-from grpo.rollout.plain import Tensors, to_plain
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.rollout.samples_table import on_disk
-from grpo.rollout.staleness import versions_of
 from grpo.rollout.types import Group
+from grpo.rollout.versions import versions_of
 from grpo.system import distributed
-from grpo.system.background import Background, stop_all
 from grpo.system.errors import RewardError, RolloutError, StopError, UserError, error_line
 from grpo.system.progress import set_progress
 from grpo.system.stopping.stop import Stop
+from grpo.system.threads import Background, stop_all
+from grpo.training.plain import Tensors, to_plain
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class Flight:
 class Pool:
     """Plays the groups of rollouts, each rollout in a thread of its own. An update takes the oldest finished groups.
 
-    stale: what becomes of a group with a token older than `plan.bound` versions. wait: there is none, since the update waits for
-    groups that are due. drop: it is sampled again, once; the second time the update waits for it. correct: it is learned from.
+    stale: what becomes of a group with a token older than `plan.most_stale` versions. wait: there is none, since the update waits
+    for groups that are due. drop: it is sampled again, once; then the update waits for it. correct: it is learned from.
     Every group of the plan is learned from once. On several ranks each plays its share; the finished groups are exchanged when
     an update needs them, and by the trainer's thread alone, so that all ranks choose the same ones. stop: whether to end.
     """
@@ -62,7 +62,7 @@ class Pool:
         self.finished: dict[Key, tuple[Group, float]] = {}  # of these, with the seconds that they took
         self.new: list[tuple[Key, Group, float]] = []  # finished here, and not yet exchanged
         self.workers: list[Background] = []
-        self.begun, self.again, self.late = False, 0, 0
+        self.begun, self.again, self.stale = False, 0, 0
         self.changed = threading.Condition()
 
     def begin(self, policy: nn.Module) -> None:
@@ -105,11 +105,11 @@ class Pool:
     def facts(self, rollout: Rollout, update: int) -> dict[str, float]:
         """Return the metrics of a handover."""
         return {
-            **ages_of(rollout, update),
+            **staleness_of(rollout, update),
             "rollout/buffered_groups": float(len(self.finished)),
             "rollout/flying_groups": float(self.flying),
             "rollout/resampled_groups": float(self.again),
-            "rollout/stale_groups": float(self.late),
+            "rollout/stale_groups": float(self.stale),
             "time/played": rollout.seconds,
             **self.clock.read(),
         }
@@ -237,7 +237,7 @@ class Pool:
         due = {"wait": 0, "drop": 1, "correct": 1 << 30}[self.plan.stale]  # tries from which the update waits
 
         def deadline(flight: Flight) -> int | None:
-            return flight.begun + self.plan.bound if flight.tries >= due else None
+            return flight.begun + self.plan.most_stale if flight.tries >= due else None
 
         return [Waiting(f.key, f.key in self.finished, deadline(f)) for f in self.flights.values()]
 
@@ -246,15 +246,15 @@ class Pool:
         if self.plan.stale != "drop":
             return
         old = [
-            key for key, (group, _) in self.finished.items() if self._is_late(group, r) and not self.flights[key].tries
+            key for key, (group, _) in self.finished.items() if self._is_stale(group, r) and not self.flights[key].tries
         ]
         for key in old:
             del self.finished[key]
         self.again += len(old)
         self._launch([replace(self.flights[key], begun=r, tries=1) for key in old])
 
-    def _is_late(self, group: Group, r: int) -> bool:
-        return r - min(versions_of(group, r), default=r) > self.plan.bound
+    def _is_stale(self, group: Group, r: int) -> bool:
+        return r - min(versions_of(group, r), default=r) > self.plan.most_stale
 
     def _handed(self, keys: list[Key], r: int) -> Rollout:
         """Return the groups of these keys as the rollout of update r. Raises RolloutError if all environments failed."""
@@ -263,7 +263,7 @@ class Pool:
         if all(trajectory.failed for trajectory in trajectories):
             ended = f"the environment failed in all {len(trajectories)} episodes"
             raise RolloutError(f"{ended}; the first: {trajectories[0].error}; fix it, or raise step_timeout", groups)
-        self.late = sum(self._is_late(group, r) for group in groups)
+        self.stale = sum(self._is_stale(group, r) for group in groups)
         scored = self.rollouts.algorithm.shaped(scores(groups))
         self.taken = {key: (self.flights.pop(key), self.finished.pop(key)) for key in keys}
         return Rollout([*groups], scored, [*groups], scored, 1, r, max(seconds))

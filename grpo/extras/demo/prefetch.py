@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from grpo.apps.cli import one_line_errors, quiet
 from grpo.config.composing import composed
 from grpo.config.validation import check_values
-from grpo.system.output.words import plural
+from grpo.system.errors import plural
 
 
 def main(arguments: Sequence[str]) -> None:

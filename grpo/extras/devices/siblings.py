@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from grpo.system.deadline import leave
 from grpo.system.errors import LostRank, StopError, UserError
+from grpo.system.stopping.signals import leave
 from grpo.system.stopping.stop import RESUME
 
 LOOK = 1.0  # seconds between two looks at the process table

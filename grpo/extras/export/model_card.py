@@ -13,8 +13,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from grpo.evaluation.estimates import as_json
 from grpo.evaluation.intervals import Estimate
 from grpo.runs.run import Run
+from grpo.system.errors import plural
 from grpo.system.metrics import written
-from grpo.system.output.words import plural
 from grpo.system.root import ROOT
 
 PRESETS = ROOT / "conf" / "algo"

@@ -21,7 +21,7 @@ from grpo.extras.grading.answers import (
     sound,
 )
 from grpo.extras.grading.forms.structure import matched
-from grpo.system.workers import WorkerError, Workers
+from grpo.extras.workers.workers import WorkerError, Workers
 
 DEADLINE = 4.5  # seconds, without those in which a worker waits for a core; real answers take 0.4 at most
 MEMORY = 2**30  # bytes of a worker

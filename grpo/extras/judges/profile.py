@@ -29,9 +29,8 @@ from grpo.rewards.combined import text_of
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.rewarding import Scorer
 from grpo.rollout.types import TIMEOUT
-from grpo.system.errors import RewardError, UserError
+from grpo.system.errors import RewardError, UserError, plural
 from grpo.system.files import strict_json
-from grpo.system.output.words import plural
 
 
 def read(file: Path) -> list[dict]:

@@ -21,7 +21,7 @@ from grpo.models.logprobs import Layout
 from grpo.models.packed_attention import Packed
 from grpo.models.packing import Compare, disagreement
 from grpo.models.trusted import objection
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from grpo.system import distributed
 from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory
 from grpo.system.output.console import console
 from grpo.system.ranges import require
-from grpo.system.states import everything, set_everything
+from grpo.system.seeds import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.module import GRPOModule
 
@@ -66,7 +66,7 @@ class PreflightCallback(L.Callback):
         facts: dict[str, Any] = {}
         if self.verdicts or self.plan:
             facts["preflight"] = {name: asdict(verdict) for name, verdict in self.verdicts.items()}
-            facts |= {"rounding": self.rollout.rounding, "bound": self.rollout.plan.bound}
+            facts |= {"rounding": self.rollout.rounding, "bound": self.rollout.plan.most_stale}
         if self.plan:
             facts["plan"] = asdict(self.plan)
         return facts

@@ -26,8 +26,8 @@ from grpo.objectives.arguments import call, parameters
 from grpo.rewards.row_task import RowTask
 from grpo.rollout.collate import scores
 from grpo.rollout.types import Group, Sample
+from grpo.system.errors import plural
 from grpo.system.global_state import put_back
-from grpo.system.output.words import plural
 from grpo.training.callbacks.health import untaught
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer

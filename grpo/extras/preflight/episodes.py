@@ -17,9 +17,8 @@ from grpo.extras.preflight.white_space import loses_spaces
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
 from grpo.system.calls import Calls, awaited
-from grpo.system.errors import StopError
-from grpo.system.loops import outcome_of
-from grpo.system.output.words import plural
+from grpo.system.errors import StopError, plural
+from grpo.system.threads import outcome_of
 
 LIKELIER = 0.5  # nats per token by which a start token in front may make a prompt likelier
 PATIENCE = 4.0  # seconds, or a part of the checks' time: slow rewards are asked again only for as many groups as fit in

@@ -12,8 +12,8 @@ from grpo.extras.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
+from grpo.system.errors import plural
 from grpo.system.loading import not_finite
-from grpo.system.output.words import plural
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 

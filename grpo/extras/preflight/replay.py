@@ -12,9 +12,8 @@ from torch import Tensor
 from grpo.extras.preflight.learning import backward
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, plural
 from grpo.system.loading import not_finite
-from grpo.system.output.words import plural
 from grpo.training.checkpoints import PlainCheckpoints, fault_of
 from grpo.training.module import GRPOModule
 

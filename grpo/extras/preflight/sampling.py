@@ -8,7 +8,7 @@ from scipy.stats import chi2
 
 from grpo.extras.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.system.distributed import full, part_of
-from grpo.system.output.words import plural
+from grpo.system.errors import plural
 
 FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile

@@ -7,7 +7,7 @@ from contextlib import suppress
 from grpo.extras.report import SAMPLES, write_report
 from grpo.extras.report.serve import serve
 from grpo.system.errors import UserError
-from grpo.system.output.pipe import quiet_pipe
+from grpo.system.output.console import quiet_pipe
 
 
 def main() -> None:

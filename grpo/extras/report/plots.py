@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from grpo.extras.report.runs import load
 from grpo.system.errors import UserError
-from grpo.system.output.pipe import quiet_pipe
+from grpo.system.output.console import quiet_pipe
 
 
 def main(arguments: Sequence[str]) -> None:

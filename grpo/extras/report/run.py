@@ -19,8 +19,8 @@ from grpo.extras.report.token_texts import token_texts
 from grpo.runs.health import warnings_of
 from grpo.runs.run import Run, numbered, samples_in
 from grpo.runs.waiting import about_waits
+from grpo.system.errors import plural
 from grpo.system.metrics import percent
-from grpo.system.output.words import plural
 
 LONGEST = 20_000  # characters of a text; the middle of a longer text is left out
 

@@ -10,7 +10,7 @@ from grpo.extras.report.statistics import over_seeds
 from grpo.runs.run import VERDICTS, Run, numbered, read_columns, samples_in  # noqa: F401 - its old name was grpo.runs.runs
 from grpo.system.errors import UserError
 from grpo.system.metrics import about
-from grpo.system.settings import flat
+from grpo.system.ranges import flat
 
 # keys that may differ between runs of one arm
 SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")

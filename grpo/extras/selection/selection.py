@@ -17,8 +17,7 @@ from grpo.rollout.draw import Draw, Everything, Selection
 from grpo.rollout.types import Group, Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
-from grpo.system.seeds import REPLAY
-from grpo.system.states import set_states, states_of
+from grpo.system.seeds import REPLAY, set_states, states_of
 
 Signal = Literal["correct", "reward"]
 

@@ -22,12 +22,11 @@ from rich.text import Text
 
 from grpo.extras.sweep.jobs import Job
 from grpo.system import child
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, plural
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
 from grpo.system.output.console import console
 from grpo.system.output.secrets import masked_argument
-from grpo.system.output.words import plural
 
 POLL = 0.2  # seconds between two checks of the jobs
 

@@ -16,8 +16,7 @@ from grpo.models.temperature import temperatures
 from grpo.models.token_scores import divided
 from grpo.objectives.batch import TokenBatch
 from grpo.system.distributed import computes_in
-from grpo.system.errors import UserError
-from grpo.system.output.words import plural
+from grpo.system.errors import UserError, plural
 
 HEATS = [n / 20 for n in range(2, 61)]  # temperatures that are tried as the cause of a difference
 NO_DIVERGENCE = Checked("SKIP", "algo.teacher.coef=0: no divergence to a teacher")

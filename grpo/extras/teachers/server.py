@@ -21,9 +21,9 @@ from grpo.extras.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import UserError
-from grpo.system.loops import outcome_of
 from grpo.system.network.answers import addresses
 from grpo.system.ranges import Count, Seconds, enforced
+from grpo.system.threads import outcome_of
 
 SCORES = "/v1/completions"
 IMPOSSIBLE = -9999.0  # what vLLM writes for the log-probability of a token whose probability is 0

@@ -20,9 +20,8 @@ from transformers.utils import get_json_schema
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.types import Action, State
 from grpo.system.calls import awaited
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, plural
 from grpo.system.files import strict_json
-from grpo.system.output.words import plural
 
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 

@@ -21,8 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo.rollout.samples_table import conversation_of
 from grpo.runs.run import Run
 from grpo.system.output.secrets import hidden
-from grpo.system.ranges import Seconds
-from grpo.system.settings import flat
+from grpo.system.ranges import Seconds, flat
 
 log = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ from grpo.extras.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, error_line
-from grpo.system.loops import outcome_of
 from grpo.system.network.answers import addresses
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
+from grpo.system.threads import outcome_of
 
 Sync = Literal["disk", "lora", "nccl"]
 URLS = "GRPO_VLLM_SERVERS"  # servers that the run's first process started, for the processes of the other devices

@@ -14,7 +14,7 @@ from grpo.extras.vllm_server.pool import ServerPool
 from grpo.extras.vllm_server.sync import Behind, Lora, Named, Way
 from grpo.system import distributed
 from grpo.system.errors import UserError
-from grpo.system.loops import outcome_of
+from grpo.system.threads import outcome_of
 
 
 @dataclass(eq=False, kw_only=True)

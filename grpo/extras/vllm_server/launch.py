@@ -24,9 +24,8 @@ import torch
 from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
 from grpo.system import child
-from grpo.system.errors import UserError
+from grpo.system.errors import UserError, plural
 from grpo.system.network.ports import check_port
-from grpo.system.output.words import plural
 from grpo.system.ranges import Count, Port, Whole, enforced
 
 log = logging.getLogger(__name__)

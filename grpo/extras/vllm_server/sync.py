@@ -21,9 +21,9 @@ from grpo.engines.weights import buckets, checksum
 from grpo.extras.vllm_server.http import HEALTH, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
 from grpo.models.adapted import refuse_quantized
 from grpo.system import distributed
-from grpo.system.deadline import deadline
 from grpo.system.errors import UserError
-from grpo.system.loops import outcome_of
+from grpo.system.stopping.signals import deadline
+from grpo.system.threads import outcome_of
 
 Named = tuple[str, Tensor]
 KEPT = 4  # adapters; an unfinished completion keeps the adapter that it started with

@@ -1,7 +1,11 @@
-"""The console of every program. A run's log has what it prints."""
+"""The console of every program; a run's log has what it prints. After `| head` a program ends in silence."""
 
 import logging
 import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from typing import Any
 
@@ -41,3 +45,28 @@ def console(**options: Any) -> Console:
     ours = Logged(**options)
     narrow = ours.is_terminal or ours.is_jupyter or "COLUMNS" in os.environ
     return ours if narrow else Logged(**options, width=UNBROKEN)
+
+
+ENDED = 141  # what a shell reports of a program that SIGPIPE has ended
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Exit with ENDED, without a traceback, if the reader of stdout has gone. A lost connection of another kind is raised."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not reader_gone(sys.__stdout__.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # Python flushes once more at its end
+        sys.exit(ENDED)
+
+
+def reader_gone(file: int) -> bool:
+    """Return whether a file is a pipe whose reading end is closed."""
+    look = select.poll()
+    look.register(file, 0)
+    return any(event & select.POLLERR for _, event in look.poll(0))

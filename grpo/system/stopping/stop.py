@@ -1,6 +1,6 @@
 """Ends a run early and well: on a signal, as Slurm and Kubernetes send it before they kill, or when its time is used up.
 
-A signal is heard at once, in a thread of its own (ear.py), which says where the run will end. The main thread ends it by
+A signal is heard at once, in a thread of its own (signals.py), which says where the run will end. The main thread ends it by
 StopError: in the middle of a preflight, a rollout or an evaluation (`Stop.allowed`), else after the update. Several ranks end
 together: they hear of each other's signals through torch's store, and agree where they wait for each other anyway (`together`).
 """
@@ -20,9 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
-from grpo.system.deadline import leave
 from grpo.system.errors import StopError, UserError
-from grpo.system.stopping.ear import EAR, Listener
+from grpo.system.stopping.signals import EAR, Listener, leave
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from grpo.engines.weights import checkpoint
 from grpo.evaluation.intervals import Estimate
 from grpo.system import distributed
 from grpo.system.distributed import full, is_sharded
-from grpo.system.errors import RolloutError, StopError, UserError, error_line
+from grpo.system.errors import RolloutError, StopError, UserError, error_line, plural
 from grpo.system.files import surviving, write_json
 from grpo.system.loading import not_finite
+from grpo.system.memory import in_pieces
 from grpo.system.metrics import require_metric, written
-from grpo.system.output.words import plural
-from grpo.system.pieces import in_pieces
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.ending import Ending, saves

@@ -9,7 +9,7 @@ import lightning as L
 
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.rollout.samples_table import on_disk
-from grpo.system.states import everything
+from grpo.system.seeds import everything
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.measure import record
 from grpo.training.callbacks.rollout import RolloutCallback

@@ -16,10 +16,9 @@ from torch.nn import Module
 
 from grpo.env.types import Task
 from grpo.runs.health import Watch
-from grpo.system.errors import AlarmError, UserError
+from grpo.system.errors import AlarmError, UserError, plural
 from grpo.system.loading import not_finite
 from grpo.system.metrics import WATCHED
-from grpo.system.output.words import plural
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -53,7 +52,7 @@ class Health(L.Callback):
             same = self.measured_with in (None, measured_with)
             self.watch.rounding = callback.rounding or (self.watch.rounding if same else None)
             self.measured_with = measured_with
-            self.watch.bound = callback.plan.bound
+            self.watch.bound = callback.plan.most_stale
             self.foreign = untaught(module.policy, callback.rollouts.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:

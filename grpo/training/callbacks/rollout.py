@@ -9,11 +9,11 @@ from grpo.rollout.collate import collate
 from grpo.rollout.lookahead import MIXED, Ahead
 from grpo.rollout.rollout_metrics import group_counts, rollout_metrics
 from grpo.rollout.rollouts import Rollouts
-from grpo.rollout.staleness import with_staleness
+from grpo.rollout.versions import with_staleness
 from grpo.system import distributed, memory
 from grpo.system.errors import StopError, UserError
 from grpo.system.progress import Progress
-from grpo.system.states import everything, set_everything, states_of
+from grpo.system.seeds import everything, set_everything, states_of
 from grpo.system.stopping.stop import Stop
 from grpo.training.batch import RolloutBatch, RolloutBatches
 

@@ -21,15 +21,15 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.extras.ahead.chain import Chain
-from grpo.extras.ahead.order import ages_of
+from grpo.extras.ahead.order import staleness_of
 from grpo.objectives.checks import check_algorithm
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.run import Run
-from grpo.system import background
-from grpo.system.background import Background
+from grpo.system import threads
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.stopping.stop import Stop
+from grpo.system.threads import Background
 
 LIMIT = 60  # seconds after which a test that waits fails
 
@@ -247,12 +247,12 @@ def test_staleness_counts_each_token():
 
     groups = [[sample(2, None), sample(3, (3, 3, 4))]]
     played = Rollout(groups, None, groups, None, rounds=1, version=3, seconds=0.0)
-    assert ages_of(played, 4) == {
+    assert staleness_of(played, 4) == {
         "rollout/staleness": pytest.approx((1 + 1 + 1 + 1 + 0) / 5),
         "rollout/staleness_max": 1,
     }
     replayed = replace(played, groups=[[*groups[0], replace(sample(1, None), age=2)]])
-    assert ages_of(replayed, 4) == {"rollout/staleness": pytest.approx(7 / 6), "rollout/staleness_max": 3}
+    assert staleness_of(replayed, 4) == {"rollout/staleness": pytest.approx(7 / 6), "rollout/staleness_max": 3}
 
 
 def test_a_rollout_of_another_plan_is_played_again():
@@ -275,12 +275,12 @@ def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(background, "GRACE", LIMIT)
+    monkeypatch.setattr(threads, "GRACE", LIMIT)
     endless = Background(forever)
     endless.stop()
     assert not endless.thread.is_alive()
 
-    monkeypatch.setattr(background, "GRACE", 0.1)
+    monkeypatch.setattr(threads, "GRACE", 0.1)
     over = threading.Event()
     deaf = Background(over.wait)
     deaf.stop()

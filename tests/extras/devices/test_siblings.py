@@ -19,8 +19,8 @@ from helpers.slots import Varied
 from grpo.extras.devices import siblings
 from grpo.extras.devices.siblings import Siblings
 from grpo.runs.run import Run
-from grpo.system import deadline
 from grpo.system.errors import LostRank, UserError
+from grpo.system.stopping.signals import deadline
 
 HOST = socket.gethostname()
 
@@ -171,7 +171,7 @@ def test_ranks_may_end_together_and_other_errors_stay(other, monkeypatch):
 def test_a_call_that_hangs_ends_the_process_with_its_name(monkeypatch, capsys):
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set() or print(code))
-    with deadline.deadline(0.01, "a start", "give it a limit"):
+    with deadline(0.01, "a start", "give it a limit"):
         ended.wait(60)
     said = capsys.readouterr()
     assert (said.err, said.out) == ("error: a start did not end within 0.01 s: give it a limit\n", "1\n")

@@ -12,7 +12,7 @@ from grpo.extras.preflight.plan.disk import checkpoint_bytes, evaluated, table_b
 from grpo.extras.preflight.probe import Probe
 from grpo.objectives.arguments import function_name
 from grpo.system import distributed
-from grpo.system.output.words import plural
+from grpo.system.errors import plural
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.trainer import callbacks_of
 

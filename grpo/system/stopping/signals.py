@@ -1,4 +1,4 @@
-"""Hears signals at once, whatever the main thread is doing.
+"""Hears signals at once, whatever the main thread is doing, and ends a process that is blocked in a call.
 
 Python's own handlers run in the main thread, between two of its instructions: during a long call in C they wait. So the
 interpreter also writes the number of each signal to a socket (signal.set_wakeup_fd), which a thread reads.
@@ -7,9 +7,13 @@ interpreter also writes the number of each signal to a socket (signal.set_wakeup
 import os
 import signal
 import socket
+import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
+
+from grpo.system.errors import UserError
 
 LOOK = 0.5  # seconds between two calls of `Listener.tick`
 
@@ -80,3 +84,21 @@ class Ear:
 
 EAR = Ear()
 os.register_at_fork(before=EAR.before_fork, after_in_parent=EAR.after_fork, after_in_child=EAR.in_child)
+
+
+@contextmanager
+def deadline(seconds: float, what: str, advice: str) -> Iterator[None]:
+    """End the process if a `with` block takes longer. For calls that hang and have no time limit of their own."""
+    timer = threading.Timer(seconds, leave, [f"{what} did not end within {seconds:g} s: {advice}", UserError.exit_code])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def leave(line: str, code: int, kind: str = UserError.kind) -> None:
+    """Print an error and end the process at once, even if its main thread is blocked in C."""
+    print(f"{kind}{line}", file=sys.stderr, flush=True)
+    os._exit(code)

@@ -1,11 +1,13 @@
-"""A call in a thread of its own, beside the main thread."""
+"""Calls in threads of their own: `Background` beside the main thread, and event loops for coroutines."""
 
+import asyncio
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds to wait for threads that are asked to end
@@ -52,3 +54,45 @@ def stop_all(calls: Iterable[Background]) -> None:
     end = time.monotonic() + GRACE
     for thread in living:
         thread.join(max(0.0, end - time.monotonic()))
+
+
+CLOSING = 5  # seconds in which environments may close after an error
+
+
+def beside(work: Callable[[], Coroutine[Any, Any, T]], serve: Callable[[threading.Thread], None]) -> T:
+    """Run the coroutine in a new thread and `serve` in this one, since autocast and CUDA streams belong to a thread.
+
+    Returns the coroutine's result.
+    """
+    loop, result = asyncio.new_event_loop(), Future[T]()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                result.set_result(runner.run(work()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    def cancel() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+
+    thread = threading.Thread(target=run, name="episodes", daemon=True)
+    thread.start()
+    try:
+        serve(thread)
+    except BaseException:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(cancel)
+        thread.join(CLOSING)
+        raise
+    return result.result()
+
+
+def outcome_of(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, also where an event loop runs in this thread already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return beside(lambda: work, threading.Thread.join)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.time_limits import crowded
 
-from grpo.system.workers import WorkerError, Workers
+from grpo.extras.workers.workers import WorkerError, Workers
 
 LIMIT = 120.0  # seconds after which a test that waits fails
 
@@ -80,7 +80,7 @@ def alive(pid: int) -> bool:
 
 ORPHANS = """
 import os, signal, threading, time
-from grpo.system.workers import Workers
+from grpo.extras.workers.workers import Workers
 pool = Workers("time.sleep", 2, 3600.0, 2**30, (0,))
 pool.call(0)
 threading.Thread(target=pool.call, args=(600,), daemon=True).start()

@@ -21,10 +21,10 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from grpo.system.clock import Clock
+from grpo.system.root import PACKAGE
 
 START_LIMIT = 120.0  # seconds for imports and the warm-up, on a machine that may be busy
 LOOK = 0.05  # seconds between two looks at a clock that stands
@@ -104,7 +104,7 @@ class _Worker:
     """The parent's end of one process."""
 
     def __init__(self, arguments: str) -> None:
-        paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
+        paths = [str(PACKAGE.parent), *(path or os.getcwd() for path in sys.path)]
         self.connection, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
