@@ -72,7 +72,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     from grpo.apps.scorecard import Scorecard, finished, policy_in
     from grpo.apps.show_evaluation import Bar, show
     from grpo.evaluation.estimates import columns
-    from grpo.rollout.samples_table import on_disk
+    from grpo.rollout.samples_table import saving_failures
     from grpo.runs.manifest import kept
     from grpo.system.output.console import console
     from grpo.system.stopping.stop import Stop
@@ -121,12 +121,12 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             stop.during(),
             kept(config.output_dir, overrides, config.seed, {evaluator.split: examples}, card.progress),
             trainer.precision_plugin.forward_context(),
-            on_disk(folder / "samples.failed.parquet"),
+            saving_failures(folder / "samples.failed.parquet"),
             Bar(out, len(examples)) as bar,
             stop.allowed(again, saves=False),  # finished batches are on the disk
         ):
             stop.listen()
-            todo = [places for places in evaluator.batches(len(examples)) if not card.has(places)]
+            todo = [places for places in evaluator.batches(len(examples)) if not card.recovered(places)]
             bar.begin(card)
             for places in todo:
                 groups = evaluator.one_batch(task, engine, renderer, config.seed, examples, places)

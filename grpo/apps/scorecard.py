@@ -45,8 +45,11 @@ class Scorecard:
         """Return the file of a batch. places: the indices of its examples."""
         return self.parts / f"{places.start:06d}.parquet"
 
-    def has(self, places: range) -> bool:
-        """Return whether this batch is finished, and count it. Raises UserError if its file is of other examples."""
+    def recovered(self, places: range) -> bool:
+        """Count a batch that an earlier start of the program has finished; return whether it has.
+
+        Raises UserError if its file is of other examples.
+        """
         if not self.file(places).is_file():
             return False
         part = pq.read_table(self.file(places), columns=["prompt_index", "item", "correct", "reward"]).to_pandas()

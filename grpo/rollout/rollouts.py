@@ -16,7 +16,7 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import Scores
 from grpo.rollout.draw import Draw, Everything, Selection, is_source
 from grpo.rollout.episodes import ENVIRONMENT, Play, play
-from grpo.rollout.samples_table import on_disk
+from grpo.rollout.samples_table import saving_failures
 from grpo.rollout.types import Group, Plan
 from grpo.system.distributed import in_play
 from grpo.system.progress import set_progress
@@ -85,7 +85,11 @@ class Rollouts:
             draw = Draw(*parts, lambda count, first: self.sampler.groups(r, count, first, self), None)
         else:
             draw = Draw(*parts, partial(self.sampler.draw, r), partial(self.one_round, r))
-        with in_play(), self.while_sampling(), on_disk(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")):
+        with (
+            in_play(),
+            self.while_sampling(),
+            saving_failures(Path(self.folder, "rollouts", f"{r + 1:06d}.failed.parquet")),
+        ):
             groups = self.selection.select(draw)
             scored = draw.scores(groups)
         if observe := getattr(self.sampler, "observe", None):

@@ -135,7 +135,7 @@ def encodable(value: Any) -> Any:
 
 
 @contextmanager
-def on_disk(file: Path) -> Iterator[None]:
+def saving_failures(file: Path) -> Iterator[None]:
     """Write the samples to `file` if their reward or environment fails, and add its name to the error."""
     try:
         yield

@@ -19,7 +19,7 @@ from grpo.extras.ahead.clock import Clocked, IdleClock
 from grpo.extras.ahead.order import Key, Waiting, for_update, staleness_of
 from grpo.rollout.collate import scores
 from grpo.rollout.rollouts import Rollout, Rollouts
-from grpo.rollout.samples_table import on_disk
+from grpo.rollout.samples_table import saving_failures
 from grpo.rollout.types import Group
 from grpo.rollout.versions import versions_of
 from grpo.system import distributed
@@ -187,7 +187,7 @@ class Pool:
 
         engine, play = Clocked(self.engine, self.clock, eager=True), partial(self.rollouts.play, finished=finished)
         failed = Path(self.rollouts.folder, "rollouts", f"{r + 1:06d}.{first}.failed.parquet")
-        with distributed.by_itself(), self.rollouts.while_sampling(), on_disk(failed):
+        with distributed.by_itself(), self.rollouts.while_sampling(), saving_failures(failed):
             examples, places = [flight.example for flight in flights], [flight.key[1] for flight in flights]
             mine = replace(self.rollouts, engine=engine, play=play)
             try:

@@ -3,7 +3,7 @@
 The process itself is in `sandbox_child`; this file watches it. `run_program` may be called from many threads at once: the
 child is started without running Python between fork and exec, and no state is shared.
 
-"passed" means that the tests ran to their last line, in a second process that never runs the program (`judge`). The program is
+"passed" means that the tests ran to their last line, in a second process that never runs the program (`tester`). The program is
 then a module that they import: it is not `__main__`, and may call sys.exit after its definitions. With `stdin` it is a script,
 and "passed" means that it ended by itself; whoever called compares what it printed. With neither, it must run to its last line,
 which a hostile program can forge. os._exit never passes.
@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
-from grpo.extras.programs import judge, sandbox_child
+from grpo.extras.programs import exchange, sandbox_child, tester  # noqa: F401 - the child uses the bytecode of all
 from grpo.system.clock import Clock, children
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range, Seconds, Whole, enforced
@@ -41,7 +41,7 @@ _LAUNCHER = str(Path(sandbox_child.__file__).resolve())
 # importing them uses the bytecode that this process has left
 _LAUNCH = """import sys
 sys.path.insert(0, sys.argv.pop(1).rpartition("/")[0])
-import judge, sandbox_child
+import exchange, tester, sandbox_child
 del sys.path[0]
 sandbox_child.main()"""
 
@@ -60,7 +60,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class UnitTests:
-    """Code of the dataset. It runs in the judge's process, where `names` are the program's functions.
+    """Code of the dataset. It runs in the tester's process, where `names` are the program's functions.
 
     setup runs before the names are bound, code afterwards.
     """
@@ -109,7 +109,7 @@ def run_program(
         job, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         text = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # where a program may open /dev/stdin
         text.write((stdin or "").encode(errors="surrogatepass"))
-        job.write(judge.encode((program, name, may_exit, tests.setup, list(tests.names), tests.code)))
+        job.write(exchange.encode((program, name, may_exit, tests.setup, list(tests.names), tests.code)))
         for file in (text, job):
             file.seek(0)
         files = {"stdin": text, "stdout": stdout, "stderr": stderr}
@@ -190,7 +190,7 @@ def _watch(
             return "timeout", report
         if _exceeds(folder, limits.disk_mb << 20):
             return "disk", report
-        # returns at once when the judge has closed the pipe, which it does at its end
+        # returns at once when the tester has closed the pipe, which it does at its end
         if poll.poll(math.ceil(wait * 1000)):
             report = (report + os.read(reader, 4096))[:4096]
             if not started and sandbox_child.MARK in report:
@@ -223,7 +223,7 @@ def _kill(process: subprocess.Popen, group: bool) -> None:
     """Kill the process and wait for it. group: kill what is left of its group even if it has ended, although its id may be
     another's by then.
 
-    The judge first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
+    The tester first gets the time to end its candidate, which would stay behind as a zombie if no process adopts orphans.
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):

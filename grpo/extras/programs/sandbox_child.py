@@ -4,8 +4,8 @@
 library, and little of it, since every program pays for every import. In the order of `confine`: an unprivileged user if it
 was root, no capabilities, resource limits, Landlock (which files), then seccomp (which system calls).
 
-The process forks before it reads anything but its arguments: itself it becomes the judge, its child the candidate
-(see `judge`). The judge alone has the pipe to the parent and the file with the job, and it may kill the candidate, and nothing
+The process forks before it reads anything but its arguments: itself it becomes the tester, its child the candidate
+(see `tester`). The tester alone has the pipe to the parent and the file with the job, and it may kill the candidate, and nothing
 else. Standard input is the candidate's.
 """
 
@@ -232,13 +232,13 @@ def main() -> None:
     run_both(status, job, in_force)
 
 
-def be_candidate(judge: int, questions: int, reply: int, confined: bool) -> None:
-    """Confine this process if the judge is confined, and run the program in it. Never returns."""
+def be_candidate(tester: int, questions: int, reply: int, confined: bool) -> None:
+    """Confine this process if the tester is confined, and run the program in it. Never returns."""
     try:
-        from judge import run_candidate
+        from tester import run_candidate
 
         if confined:
-            die_with(judge)
+            die_with(tester)
             seccomp(seccomp_filter(os.uname().machine, os.getpid()))
         os.write(reply, MARK)
         run_candidate(questions, reply)
@@ -247,17 +247,18 @@ def be_candidate(judge: int, questions: int, reply: int, confined: bool) -> None
 
 
 def run_both(status: int, job: int, in_force: list[str]) -> None:
-    """Fork: this process becomes the judge, the child the candidate. Neither has run or read anything of the row before."""
-    from judge import decode, flush, run_judge
+    """Fork: this process becomes the tester, the child the candidate. Neither has run or read anything of the row before."""
+    from exchange import decode, flush
+    from tester import run_tester
 
-    judge = os.getpid()
+    tester = os.getpid()
     questions, ask = os.pipe()
     answers, reply = os.pipe()
     child = os.fork()
     if child == 0:
         for pipe in (job, status, ask, answers):
             os.close(pipe)
-        be_candidate(judge, questions, reply, "seccomp" in in_force)
+        be_candidate(tester, questions, reply, "seccomp" in in_force)
     for pipe in (0, questions, reply):
         os.close(pipe)
     os.open(os.devnull, os.O_RDONLY)  # number 0
@@ -277,7 +278,7 @@ def run_both(status: int, job: int, in_force: list[str]) -> None:
     _signal.signal(_signal.SIGTERM, stopped)
     try:
         if "seccomp" in in_force:
-            seccomp(seccomp_filter(os.uname().machine, judge, child))
+            seccomp(seccomp_filter(os.uname().machine, tester, child))
         if os.read(answers, 1) != MARK:
             raise OSError("the candidate's process could not be confined")
     except OSError as error:
@@ -286,7 +287,7 @@ def run_both(status: int, job: int, in_force: list[str]) -> None:
     with open(job, "rb") as file:
         parts = decode(file.read())
     os.write(status, ", ".join(in_force).encode() + MARK)
-    ending = run_judge(answers, ask, *parts)
+    ending = run_tester(answers, ask, *parts)
     stop()
     flush()
     os.write(status, ending)

@@ -1,6 +1,6 @@
 """Detects programs that may try to deceive their tests, by the words in them. Python text in, kinds of tricks out.
 
-A mark changes no reward: the judge decides by values, and honest programs define `__eq__` too. The share of marked samples shows
+A mark changes no reward: the tester decides by values, and honest programs define `__eq__` too. The share of marked samples shows
 what the policy tries. Patterns, no syntax tree: Python's parser can crash on a program, and this runs in the training process.
 """
 

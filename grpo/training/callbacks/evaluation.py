@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 
 from grpo.evaluation.evaluator import Evaluation, Evaluator
-from grpo.rollout.samples_table import on_disk
+from grpo.rollout.samples_table import saving_failures
 from grpo.system.seeds import everything
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.measure import record
@@ -71,7 +71,7 @@ class EvaluationCallback(L.Callback):
                 rollout.ahead.settle()
             rollout.sync()
             rollout.before = rollout.before or everything(rollout.objects)
-            with rollouts.while_sampling(), on_disk(failed):
+            with rollouts.while_sampling(), saving_failures(failed):
                 evaluation = self.evaluator(*slots, rollouts.seed, rollout.learned, self.examples)
         self.accuracy, rollout.before = evaluation.metrics["eval/accuracy"], None
         return replace(evaluation, seconds=time.perf_counter() - begun)

@@ -1,17 +1,8 @@
-"""Both sides of a judged run: the judge runs the tests, the candidate runs the program, and only plain data passes between them.
+"""Two processes of a tested program talk: requests, results, and plain data.
 
-    judge                                 candidate
-    asks for the name f           ->      looks f up in the program's module
-    calls f([3, 1])               ->      calls the real one
-    compares [1, 3], a real list  <-      [1, 3]
-
-The judge never runs a line of the program, and the candidate never sees the tests, only the arguments of each call. So an answer
-is compared by its value: an object that equals everything is no value, and equals nothing. A value has one of Python's own types
-(see `encode`; subclasses are reduced to them) and is copied in an encoding of ours, since unpickling runs code. Anything else
-stays in its process, and the other side gets a `Remote`, which asks for each attribute, item or call.
-
-Differences from running the tests inside: identity is not kept (`f(x) is x` is false), and a list, set or dict that the
-program changes is changed for the test only if the call returned None. Otherwise a program could change what it is compared with.
+A value has one of Python's own types (see `encode`; subclasses are reduced to them) and is copied in an encoding of
+ours, since unpickling runs code. Anything else stays in its process, and the other side gets a `Remote`, which asks for
+each attribute, item or call.
 
 `sandbox_child` imports this file on a bare interpreter: only the standard library, and little of it.
 """
@@ -21,14 +12,12 @@ from __future__ import annotations
 import builtins
 import os
 import sys
-import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing them would double the start of each process
     from collections.abc import Callable
     from typing import Any
 
-PASSED, FAILED, OUT_OF_MEMORY, CANNOT_TRAVEL = b"passed", b"failed", b"memory", b"untestable"
 LARGEST = 16 << 20  # bytes of one message
 DEEPEST = 100  # containers inside one another
 _NAMED = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, object)
@@ -81,7 +70,8 @@ for _name in OPERATIONS:
     setattr(Remote, _name, _asking(_name))
 
 
-def _call(function: Any, /, *args: Any, **named: Any) -> Any:
+def call_it(function: Any, /, *args: Any, **named: Any) -> Any:
+    """Return what the function returns."""
     return function(*args, **named)
 
 
@@ -117,7 +107,7 @@ class Peer:
             reply = encode(("done", result, args if result is None else ()), self)
         except BaseException as error:
             if not isinstance(error, (StopIteration, CannotTravelError)):
-                _print(error)
+                show_error(error)
             names = [kind.__name__ for kind in type(error).__mro__]
             reply = encode(("raised", names, _text(error)), self)
         flush()  # the process may be killed after its last answer
@@ -205,10 +195,12 @@ def flush() -> None:
         pass
 
 
-def _print(error: BaseException) -> None:
+def show_error(error: BaseException) -> None:
+    """Print an exception to standard error, without the lines of these files."""
     try:  # an exception of the program may fail at being printed
         trace = error.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename == _print.__code__.co_filename:
+        ours = show_error.__code__.co_filename.rpartition("/")[0]
+        while trace and trace.tb_frame.f_code.co_filename.rpartition("/")[0] == ours:
             trace = trace.tb_next
         sys.__excepthook__(type(error), error.with_traceback(trace), trace)
     except BaseException:
@@ -293,67 +285,3 @@ def _decoded(data: bytes, at: int, peer: Peer | None) -> tuple[Any, int]:
         items.append(item)
     kind = CONTAINERS[letter]
     return kind(zip(items[::2], items[1::2], strict=True)) if kind is dict else kind(items), at
-
-
-def run_candidate(source: int, sink: int) -> None:
-    """Run the program that the judge sends, then call its functions as the judge asks."""
-    module = types.ModuleType("program")
-    sys.modules["__main__"] = sys.modules["program"] = module  # where unittest, doctest and pickle look
-    builtins.exit = builtins.quit = sys.exit  # from the module site, which is not imported here
-
-    def run(program: str, name: str, may_exit: bool) -> None:
-        module.__name__ = name
-        try:
-            exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-        except SystemExit:
-            if not may_exit:
-                raise
-        if name == "__main__" and may_exit:
-            _end()
-
-    def find(name: str) -> Any:
-        if name in module.__dict__ or hasattr(builtins, name):
-            return module.__dict__.get(name, getattr(builtins, name, None))
-        raise NameError(f"name {name!r} is not defined")
-
-    operations = {**OPERATIONS, "call": _call, "get": getattr, "set": setattr, "run": run, "find": find}
-    Peer(source, sink, operations, lambda _: True).serve()
-
-
-def _end() -> None:
-    """Do what Python does at the end of a program: wait for its threads, then call what it registered."""
-    if threading := sys.modules.get("threading"):
-        threading._shutdown()
-    import atexit
-
-    atexit._run_exitfuncs()
-
-
-def run_judge(
-    source: int, sink: int, program: str, name: str, may_exit: bool, setup: str, names: list[str], tests: str
-) -> bytes:
-    """Run the program as a module of this name, then the tests with its `names`. may_exit: whether sys.exit is a good end of the
-    program. setup: code of the dataset that runs before the tests. Returns the end."""
-
-    def call(function: Any, /, *args: Any, **named: Any) -> Any:
-        if not any(function is lent for lent in peer.lent.values()):
-            raise TypeError("not a function of the tests")
-        return function(*args, **named)
-
-    operations = {"call": call, **ITERATION}
-    peer = Peer(source, sink, operations, lambda value: callable(value) or hasattr(type(value), "__next__"))
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        peer.ask("run", program, name, may_exit)
-        exec(compile(setup, "<setup>", "exec", dont_inherit=True), module.__dict__)
-        module.__dict__.update({name: peer.ask("find", name) for name in names})
-        exec(compile(tests, "<tests>", "exec", dont_inherit=True), module.__dict__)
-        return PASSED
-    except MemoryError:
-        return OUT_OF_MEMORY
-    except CannotTravelError as error:
-        _print(error)
-        return CANNOT_TRAVEL
-    except BaseException as error:
-        _print(error)
-        return FAILED

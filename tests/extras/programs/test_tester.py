@@ -1,4 +1,4 @@
-"""The judge and the candidate: what passes between them, and what the candidate can reach of the judge."""
+"""The tester and the candidate: what passes between them, and what the candidate can reach of the tester."""
 
 import datetime
 import math
@@ -12,7 +12,7 @@ import pytest
 from helpers.attempts import confinable
 
 from grpo.extras.programs import sandbox
-from grpo.extras.programs.judge import DEEPEST, Peer, Remote, decode, encode
+from grpo.extras.programs.exchange import DEEPEST, Peer, Remote, decode, encode
 from grpo.extras.programs.programs import code_verdict, functions_of
 from grpo.extras.programs.sandbox import ProgramLimits, UnitTests, run_program
 from grpo.extras.programs.tricks import tricks
@@ -143,7 +143,7 @@ def test_tests_that_cannot_run_from_outside_pay_nothing_and_say_so():
 
 
 @needs_sandbox
-def test_the_candidate_cannot_reach_the_judge_or_the_tests():
+def test_the_candidate_cannot_reach_the_tester_or_the_tests():
     seen = """
 import os, sys
 def f(x):
@@ -188,7 +188,7 @@ def test_nothing_outlives_a_judged_program(monkeypatch):
 
 
 def sessions() -> set[int]:
-    """Return the sessions of all processes, zombies too. Each judge begins one."""
+    """Return the sessions of all processes, zombies too. Each tester begins one."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
