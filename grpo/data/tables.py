@@ -126,6 +126,7 @@ def json_rows(file: Path, streaming: bool) -> TableRows:
     """Return the rows of a JSON file. Every line is read once, for its columns and its faults; a stream's first ones are."""
     from datasets import Dataset
 
+    # lines, not the JSON reader of `datasets`, which rounds long numbers
     rows = whole_file(file) if file.suffix == ".json" else None
     if rows is not None:
         names = dict.fromkeys(name for row in rows for name in row)

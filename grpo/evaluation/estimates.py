@@ -150,7 +150,7 @@ def estimates(samples: pd.DataFrame, equal: Equal = eq) -> dict[str, Estimate]:
     tally = correct.groupby(problems).agg(["count", "sum"]).astype(int).to_numpy()
     most = int(problems.value_counts().max())
     for name, formula in (("pass@", pass_at_k), ("pass^", all_of_k)):
-        for k in powers(most):
+        for k in powers(most):  # estimated from all n samples: "the first k" has the same mean, and a larger variance
             values = [formula(int(n), int(c), k) for n, c in tally if n >= k]
             metrics[f"{name}{k}"] = mean_interval(values, bounds=SHARE)
     if most > 1 and claimed:

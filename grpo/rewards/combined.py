@@ -128,6 +128,7 @@ class Rewards:
 
         trainer = SimpleNamespace(global_step=now.rollout, max_steps=now.num_rollouts)
         state = {"progress": now, "trainer_state": trainer, "log_metric": log_metric, "log_extra": log_extra}
+        # one group a call, where TRL passes the whole batch: this group is scored while others are still sampled
         lists = as_lists(example, trajectories, conversational)
         if envs:
             lists["environments"] = list(envs)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo.system.files import replacing, surviving
 
 
+# Lightning's CSVLogger deletes the file that a resumed run should continue
 class MetricsTable(Logger):
     """Writes a row for each step, on disk at once. A new column is empty in earlier rows.
 
