@@ -60,7 +60,7 @@ def api_pages() -> dict[str, str]:
         folder = room if room == "tasks" else f"grpo/{room}"
         blocks = "\n\n".join(f"::: {name}" for name in modules(folder))
         texts[f"api/{PurePosixPath(room).name}.md"] = (
-            f"# {room}\n\n{sentence[0].upper()}{sentence[1:].rstrip('.')}.\n\n{blocks}\n"
+            f"{LAST}# {room}\n\n{sentence[0].upper()}{sentence[1:].rstrip('.')}.\n\n{blocks}\n"
         )
     rows = "\n".join(f"| [{room}]({PurePosixPath(room).name}.md) | {sentence} |" for room, sentence in pages.items())
     texts["api/index.md"] = (
