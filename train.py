@@ -42,14 +42,12 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     quiet()  # again, because importing lightning sets its log levels
     check_run(config, first := L.pytorch.utilities.rank_zero_only.rank == 0, overrides)  # each device runs this file
     L.seed_everything(config.seed, verbose=False)
-    plan = instantiate(config.rollout)
-    algorithm = instantiate(config.algo)
+    plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     evaluator = instantiate(config.eval, equal=of_appendix("grading.answers.equal", eq))
     optim = instantiate(config.optim)
     check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
     prompt_limit = instantiate(config.prompt_limit)
-    task = instantiate(config.task)
-    source = instantiate(config.source)
+    task, source = instantiate(config.task), instantiate(config.source)
     task, splits = with_rows(task, evaluator, config, trains=source is None)
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
@@ -60,8 +58,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     source = source and source(pretrained, renderer)
     check_data(config, examples)
     plan = sized(plan, config, len(examples["train"]))
-    folder, seed = config.output_dir, config.seed
-    data_seed = config.get("data_seed", seed)
+    folder, seed, data_seed = config.output_dir, config.seed, config.get("data_seed", config.seed)
     sampler = source or tried_sampler(instantiate(config.sampler), examples["train"], plan.prompts, data_seed)
     engine = engine_of(config, lambda: most_tokens(prompt_limit, splits, examples, renderer, (plan, evaluator)))
     loggers = [*instantiate(config.logger).values()]

@@ -17,9 +17,7 @@ NOTHING = Row((0,), (0,), (-1,), (0.0,))  # a rank needs a row even if all its e
 def collate(groups: Sequence[Group], first: Sequence[int] = ()) -> TokenBatch:
     """Return the rows of all samples, in order. first: the index in the rollout of each group's first one; none: all are here."""
     first = first or list(accumulate(map(len, groups), initial=0))
-    samples: list[tuple[int, Sample]] = []  # each with its index in the rollout
-    for start, group in zip(first, groups, strict=False):
-        samples += enumerate(group, start)
+    samples = [one for start, group in zip(first, groups, strict=False) for one in enumerate(group, start)]
     owned = [(s, sample, row) for s, sample in samples for row in rows_of_turns(sample.turns)]
     owned = owned or [(first[0], None, NOTHING)]
     prompt_width = max(len(row.prompt_ids) for *_, row in owned)

@@ -49,9 +49,8 @@ class Rollout:
 @dataclass(eq=False)
 class Rollouts:
     """Makes rollout r, which depends only on (seed, r), on the engine's weights, and on the states of sampler and selection.
-    Mutable: the trainer sets `while_sampling`.
 
-    folder: the run's folder, where the samples of a failed rollout are saved. while_sampling: the context in which it samples.
+    Mutable: the trainer sets `while_sampling`, the context in which it samples. folder: where a failed rollout is saved.
     """
 
     plan: Plan
@@ -74,8 +73,8 @@ class Rollouts:
     @property
     def objects(self) -> dict[str, Any]:
         """The user's objects that may have a state, which a rollout or its update changes."""
-        slots = {"task": self.task, "sampler": self.sampler, "selection": self.selection}
-        return slots | {"advantage": self.algorithm.advantage}
+        names = "task", "sampler", "selection"
+        return {name: getattr(self, name) for name in names} | {"advantage": self.algorithm.advantage}
 
     def make(self, r: int) -> Rollout:
         """Play rollout r, select the groups to learn from, and tell the sampler what became of its prompts."""

@@ -62,8 +62,7 @@ class EvaluationCallback(L.Callback):
 
     def evaluate(self, **stop: bool) -> Evaluation:
         """Evaluate the present policy. stop: see `Stop.allowed`."""
-        rollout, rollouts = self.rollout, self.rollout.rollouts
-        begun = time.perf_counter()
+        rollout, rollouts, begun = self.rollout, self.rollout.rollouts, time.perf_counter()
         failed = Path(rollouts.folder) / "evaluations" / f"{rollout.learned:06d}.failed.parquet"
         slots = rollouts.task, rollouts.engine, rollouts.renderer
         with rollout.stop.allowed("the same command with resume=auto makes the evaluation again", **stop):

@@ -29,14 +29,13 @@ class RolloutCallback(L.Callback):
     def __init__(self, rollouts: Rollouts, stop: Stop | None = None, ahead: Ahead | None = None) -> None:
         self.stop = stop or Stop()
         self.rollouts, self.plan, self.engine = rollouts, rollouts.plan, rollouts.engine
-        self.batches = RolloutBatches()
         self.objects, self.ahead = rollouts.objects, ahead
         self.learned = 0  # rollouts learned from so far
         self.before: dict | None = None  # the states before the rollout that is being played or learned from
         self.learning: dict = {}  # with rollouts ahead: the states that the update changes, before it
-        self.policy = None
+        self.batches, self.policy = RolloutBatches(), None
         self.rounding: float | None = None  # the difference of log-probabilities that rounding explains, in nats
-        self.syncing = self.started = 0.0  # seconds
+        self.syncing = self.started = 0.0
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Called before the policy moves to its device. An engine that shares the policy's memory gets the policy now, so that
@@ -44,8 +43,8 @@ class RolloutCallback(L.Callback):
         self.policy, self.rollouts.while_sampling = module.policy, trainer.precision_plugin.forward_context
         if not getattr(self.engine, "apart", False):
             self.sync()
-            if hasattr(trainer.strategy, "while_sampling"):
-                self.rollouts.while_sampling = partial(trainer.strategy.while_sampling, module.policy)
+            if own := getattr(trainer.strategy, "while_sampling", None):
+                self.rollouts.while_sampling = partial(own, module.policy)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stop.listen(getattr(trainer.strategy, "ranks", None))  # after Lightning, which takes SIGTERM itself
@@ -67,8 +66,8 @@ class RolloutCallback(L.Callback):
                 self.sync()
                 self.before = everything(self.objects)
                 rollout = self.rollouts.make(batch.rollout)
-        if (not self.ahead or not self.ahead.flying) and (sleep := getattr(self.engine, "sleep", None)):
-            sleep()
+        if not self.ahead or not self.ahead.flying:
+            getattr(self.engine, "sleep", lambda: None)()
         batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
         batch.version = rollout.version
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
