@@ -3,10 +3,11 @@
     python benchmarks/without.py NAME [...] [--steps=imports,composes,trains,tests]
     python benchmarks/without.py all
 
-With an appendix go the appendices whose NEEDS name it, its tests, the tasks that import it, and the options of conf/ that name
-one of these or choose such an option. A choice of the configuration that is gone becomes none or off, an entry of a list is left
-out. Then every module is imported, the configuration is composed, a run of one rollout trains, and the quick tests that remain
-are run. Prints a line for each appendix and step: `ok`, or the last line of what failed. The exit code is 1 if anything did.
+With an appendix go the appendices whose NEEDS name it, its tests, the tasks that import it, and the options of conf/ that
+name one of these or choose such an option. A choice of the configuration that is gone becomes none or off, a slot of an
+object that stays becomes null, an entry of a list is left out. Then every module is imported, the configuration is
+composed, a run of one rollout trains, and the quick tests that remain are run. Prints a line for each appendix and step:
+`ok`, or the last line of what failed. The exit code is 1 if anything did.
 
 `all` deletes each appendix by itself; `book` deletes all of them at once.
 """
@@ -104,10 +105,33 @@ class Tree:
         conf, before = self.root / "conf", len(self.options)
         for file in sorted(conf.rglob("*.yaml")):
             option = str(file.relative_to(conf).with_suffix(""))
+            self.empty_slots(file)
             if self.names(file) or self.chooses_none(file):
                 self.options.add(option)
                 file.unlink()
         return len(self.options) > before
+
+    def empty_slots(self, file: Path) -> None:
+        """Make null what is gone inside of an object that stays, and leave it out of lists."""
+        lines, within = [], -1  # the indent of a slot whose lines are left out
+        text = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        stays = [len(line) - len(line.lstrip()) for line in text if "_target_:" in line and not self.named.search(line)]
+        for line in text:
+            indent = len(line) - len(line.lstrip())
+            if within >= 0 and indent > within:
+                continue
+            within = -1
+            if "[" in line and "{" not in line:
+                line = re.sub(rf"(, )?(?:{self.named.pattern})[.\w]*", "", line)
+            elif self.named.search(line) and "_target_:" in line and any(depth < indent for depth in stays):
+                within = indent - 2
+                lines[-1] = lines[-1].partition(":")[0] + ": null\n"
+                continue
+            elif self.named.search(line) and not stays and "_target_:" not in line and line.partition(":")[1]:
+                line = line.partition(":")[0] + ": null\n"
+            lines.append(line)
+        if lines != text:
+            file.write_text("".join(lines), encoding="utf-8")
 
     def chooses_none(self, file: Path) -> bool:
         """Mend the choices of a file; return whether it cannot do without one that is gone."""
