@@ -11,6 +11,7 @@ from grpo.rollout.types import Group, Plan
 from grpo.system.errors import RewardError, RolloutError, UserError
 from grpo.system.progress import Progress, progress
 
+# not a generator of its own: a greedy answer must not move the seeds of the samples
 GREEDY_SAMPLE = 1 << 30  # the number of a sample that seeds a greedy answer; no real sample has it
 
 

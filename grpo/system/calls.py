@@ -62,6 +62,7 @@ class _Call:
         return outcome
 
 
+# not concurrent.futures: its pool waits for a call that hangs, at the end of the program too
 class Calls:
     """Makes calls in up to `threads` threads. Belongs to the event loop in which it is awaited.
 

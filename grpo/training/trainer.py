@@ -109,6 +109,7 @@ def make_trainer(
             callbacks=callbacks,
             logger=logger,
             plugins=[RunCheckpoints(), *plugins],
+            # a rollout is a batch: how many there are is not known before the data, and a resumed run may ask for more
             max_epochs=1,  # endless: RolloutCallback stops the run
             enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),  # else Lightning adds its own
             enable_progress_bar=False,

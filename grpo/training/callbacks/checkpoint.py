@@ -45,6 +45,7 @@ class UnsavedError(UserError):
     saves = False
 
 
+# not Lightning's ModelCheckpoint: its file is a pickle, and a crash may leave half of one
 class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after all others, so that it has their states
     """Writes checkpoints, every `every` rollouts and at the end, whatever ends the run, unless it is an AlarmError.
 
