@@ -158,5 +158,5 @@ def preset(*overrides: str) -> "Algorithm":
         algorithm = instantiate(config.algo)
     except InstantiationException as error:
         raise error.__cause__ from error
-    check_algorithm(algorithm, config.rollout.prompts, config.rollout.group_size, critic="critic" in config.module)
+    check_algorithm(algorithm, config.rollout.prompts, config.rollout.group_size, critic=bool(config.get("critic")))
     return algorithm

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grpo.system.distributed import computes_in
+
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -71,3 +73,9 @@ def with_masters(
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(load)
     return optimizer
+
+
+def in_float16(model: nn.Module, device: str) -> bool:
+    """Return whether a pass of the model would compute in float16 now, by its number type or by autocast. device: its type."""
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else computes_in(model)
+    return dtype == torch.float16

@@ -6,7 +6,7 @@ Every axis is a pure function of tensors in a file of its own. This file joins t
 `loss` is equation 1. axes.py refuses meaningless combinations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo.extras.losses.choices import chosen_tokens, with_top_entropy
-from grpo.extras.teachers.teaching import BySource, Imitation, Teaching
 from grpo.objectives.advantage import reward_to_go, whiten
 from grpo.objectives.arguments import OFFERED, call, function_of, parameters
-from grpo.objectives.axes import check_axes
+from grpo.objectives.axes import OtherTerm, check_axes
 from grpo.objectives.batch import Scores, TokenBatch
+from grpo.objectives.choice import chosen_tokens, with_top_entropy
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
@@ -29,6 +28,8 @@ from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
 from grpo.system.progress import BEGIN, Progress
 from grpo.system.ranges import Count, NonNegative, Positive, Share, SomeShare, enforced
+
+BySource = Mapping[str, Mapping[Literal["policy", "imitation", "teacher"], NonNegative]]  # factors of terms, by source
 
 
 @enforced("algo")
@@ -42,8 +43,9 @@ class Algorithm:
     whiten: scale advantages to mean 0 and standard deviation 1 over all tokens of a rollout.
     top_entropy: below 1, the choice is this share of the tokens, by entropy. off_policy_delta: see `off_policy_keep`.
     overlong_share: the last share of max_tokens, over which `overlong_penalty` falls; 0 is off. mask_truncated: truncated answers
-    stay in their group's baseline, but nothing is learned from them. policy_coef, imitation, teacher: of the parts of equation 1
-    (teaching.py); by_source: factors of these, see `Taught`. num_epochs: passes over a rollout, num_minibatches updates each.
+    stay in their group's baseline, but nothing is learned from them. policy_coef: of the policy's term of equation 1; imitation,
+    teacher: of other terms, objects (`OtherTerm`) in a run that has them (conf/teacher), else keys that nobody reads; by_source:
+    factors of these terms by the column `source` of a row. num_epochs: passes over a rollout, num_minibatches updates each.
     """
 
     advantage: Callable[..., Tensor]
@@ -62,8 +64,8 @@ class Algorithm:
     overlong_share: Share = 0.0
     mask_truncated: bool = False
     policy_coef: NonNegative = 1.0
-    imitation: Imitation = field(default_factory=Imitation)
-    teacher: Teaching = field(default_factory=Teaching)
+    imitation: Any = None
+    teacher: Any = None
     by_source: BySource | None = None
     num_epochs: Count = 1
     num_minibatches: Count = 1
@@ -88,6 +90,16 @@ class Algorithm:
     def freezes_first(self) -> bool:
         """Whether advantages need log-probabilities, so that rows whose advantage is 0 are not known when those are made."""
         return self.kl.in_reward or self.takes("old_logprobs") or self.takes("prob_squares")
+
+    @property
+    def others(self) -> list[OtherTerm]:
+        """The other terms of equation 1 that have a weight."""
+        return [term for term in (self.imitation, self.teacher) if getattr(term, "active", False)]
+
+    @property
+    def of_logprobs(self) -> bool:
+        """Whether the loss has a gradient in the log-probabilities."""
+        return bool(self.policy_coef) or any(term.of_logprobs for term in self.others)
 
     def takes(self, name: str) -> bool:
         """Return whether the advantage names a value."""

@@ -4,14 +4,27 @@ Every Algorithm is checked when it is made. In each function `a` is an Algorithm
 this file.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
-from grpo.extras.losses.surrogates import vespo
-from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, lacking, named, parameters
+from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, function_name, lacking, named, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.system.errors import UserError
+
+
+class OtherTerm(Protocol):
+    """Settings of a term of equation 1 beside the policy's: the cross-entropy with a text, the divergence to a teacher."""
+
+    active: bool  # whether it has a weight
+    of_logprobs: bool  # whether it has a gradient in the log-probabilities
+    needs_old: bool  # whether it needs the old policy
+
+    def tried(self) -> None:
+        """Raise UserError if its function fails on random numbers."""
+
+    def check_age(self, a: Any, cause: str) -> None:
+        """Raise UserError if it takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
 
 
 def check_axes(a: Any) -> None:
@@ -49,8 +62,9 @@ def check_combinations(a: Any) -> None:
         raise UserError(f"{line}: set algo/correction=none or algo.old_policy=trainer")
     if a.old_policy == "between":
         check_between(a)
-    if a.correction is not None and getattr(a.surrogate, "func", a.surrogate) is vespo:
-        line = "algo/surrogate=vespo compares with the policy that sampled, and algo.correction would count that twice"
+    if a.correction is not None and getattr(getattr(a.surrogate, "func", a.surrogate), "weighs_rollout", False):
+        name = f"algo/surrogate={function_name(a.surrogate)}"
+        line = f"{name} compares with the policy that sampled, and algo.correction would count that twice"
         raise UserError(f"{line}: set algo/correction=none")
     takes_ratio = parameters(a.surrogate).keys() & {"ratio", "log_ratio"}
     if a.level not in ("token", "none") and not takes_ratio and not with_ratio:
@@ -58,7 +72,7 @@ def check_combinations(a: Any) -> None:
         raise UserError(
             f"{level} has no effect: {named('surrogate', a.surrogate)} does not use the ratio; set algo.level=none"
         )
-    if not (a.policy_coef or a.imitation.active or a.teacher.coef):
+    if not (a.policy_coef or a.others):
         raise UserError("algo.policy_coef=0, and no other part of the loss has a weight: nothing would be learned")
     if not {"rewards", "steps"} & parameters(a.advantage).keys():
         for name, is_on in (("overlong_share", a.overlong_share), ("kl.place=reward", kl_in_reward(a))):
@@ -76,11 +90,10 @@ def check_between(a: Any) -> None:
     if not {"ratio", "log_ratio"} & parameters(a.surrogate).keys():
         line = f"{named('surrogate', a.surrogate)} has no ratio, and algo.correction alone is a part of its weight"
         raise UserError(f"algo.old_policy=between: {line}: set algo.old_policy=trainer")
-    taught = a.teacher.coef and (a.teacher.cap or not a.teacher.of_distributions)
     needs = {
         "algo.kl.place=" + a.kl.place: a.kl.in_reward,
         "the advantage": a.freezes_first,
-        "the teacher's part": taught,
+        "the teacher's part": any(term.needs_old for term in a.others),
     }
     for name in [name for name, is_on in needs.items() if is_on]:
         line = f"{name} needs the old policy, which is not known before the update"

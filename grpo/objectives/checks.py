@@ -8,13 +8,11 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from grpo.extras.teachers.teaching import Teaching
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import OF_TOKENS, call, named, parameters, too_old
 from grpo.objectives.axes import clip_bounds, kl_in_reward
@@ -56,7 +54,8 @@ def check_rollout(a: Algorithm, prompts: int, group_size: int, ahead: int, criti
 def check_functions(a: Algorithm, prompts: int, group_size: int) -> None:
     """Raises UserError for a function that raises, returns no finite tensor of the right shape, or leaves nothing to learn."""
     check_advantage(a, prompts, group_size)
-    check_divergence(a.teacher)
+    for term in a.others:
+        term.tried()
     logprobs, batch = random_batch()
     if callable(a.level):
         level = partial(policy_log_ratio, logprobs, batch.old_logprobs, batch.mask, a.level)
@@ -101,31 +100,10 @@ def check_advantage(a: Algorithm, prompts: int, group_size: int) -> None:
         raise UserError(f"rollout.group_size=1: advantages compare the samples of a prompt, {fix}")
 
 
-def check_divergence(teaching: Teaching) -> None:
-    """Raises UserError for a divergence that fails on random distributions, or whose gradient does not depend on the teacher."""
-    name, gradients = named("teacher.divergence", teaching.divergence), []
-    for seed in (1, 2) if teaching.coef else ():
-        (z, batch), judged = random_batch(), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
-        batch = replace(batch, teaching=torch.ones(2, 3), teacher_logprobs=judged[:, 0].sigmoid().log().view(2, 3))
-        whole = (z.view(6, 1) * torch.arange(4)).log_softmax(-1), judged.log_softmax(-1), torch.arange(6) % 4
-        values = tried(name, partial(teaching.on_trial, z, batch, whole), (6,) if teaching.of_distributions else (2, 3))
-        gradients += torch.autograd.grad(values.sum(), z) if values.requires_grad else [torch.zeros(())]
-    if gradients and torch.allclose(*gradients):
-        line = "has the same gradient for every teacher: log policy - log teacher is an advantage, as in `sampled`, and no loss"
-        raise UserError(f"{name} {line}")
-
-
 def check_age(a: Algorithm, cause: str) -> None:
     """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
-    divergence = parameters(a.teacher.divergence).keys()
-    if a.teacher.coef and (not a.teacher.of_distributions or "logprobs" in divergence):
-        weighed = bool(a.teacher.cap or a.teacher.of_rollouts or "ratio" in divergence)
-        if not weighed or a.old_policy != "rollout":
-            line = (
-                f"{cause}: the divergence takes the samples as the policy's own, and algo.correction does not weigh it"
-            )
-            ratio = "algo.old_policy=rollout" + ("" if weighed else " algo.teacher.cap=2")
-            raise UserError(f"{line}: set {ratio}, or a divergence of distributions")
+    for term in a.others:
+        term.check_age(a, cause)
     if not a.policy_coef:
         return
     takes = parameters(a.surrogate).keys()

@@ -10,11 +10,10 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from grpo.extras.optimizers.loss_scale import LossScale
 from grpo.system.errors import UserError
 from grpo.system.metrics import about
 from grpo.training.checkpoints import check_shapes
-from grpo.training.optimization import set_changed
+from grpo.training.optimization import Unscaled, set_changed
 
 
 class ModuleState(L.LightningModule):
@@ -54,7 +53,7 @@ class ModuleState(L.LightningModule):
         self.updates = progress.get("rollouts", progress["updates"] // each) * each  # each may have changed
         self.given_before = progress.get("optimizer", [])
         self.entropy.load_state_dict(progress)
-        if "loss_scale" in progress:
+        if progress.get("loss_scale"):
             self.scale.load_state_dict(progress["loss_scale"])
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
@@ -67,9 +66,9 @@ class ModuleState(L.LightningModule):
             config.scheduler = self.optim.continued(optimizer, self.num_updates, self.updates)
 
     @cached_property
-    def scale(self) -> LossScale:
+    def scale(self) -> Unscaled:
         """The scale of the loss."""
-        return LossScale(self.optim.loss_scale)
+        return self.optim.loss_scale.made() if self.optim.loss_scale else Unscaled()
 
     def position(self) -> dict[str, Any]:
         """Return what repeating the next update needs, besides weights and tokens: `updates` so far, its `rollout` from 1, the

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.extras.optimizers.loss_scale import LossScale, LossScaling
 from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
@@ -45,7 +44,7 @@ class Optimization:
     gradient_checkpointing: see `recomputing`; None: where the forecast says that an update does not fit without it. offload: see
     `with_masters`.
     max_skipped: the run ends if so many updates in a row are skipped, because their gradient is not finite. skipped: the folder
-    where they are written. loss_scale: of the loss, where passes compute in float16.
+    where they are written. loss_scale: its `made()` returns the scale of the loss, where passes compute in float16.
     """
 
     optimizer: Callable[[Iterable[tuple[str, Tensor]]], Optimizer]
@@ -58,7 +57,7 @@ class Optimization:
     max_skipped: Count = 3
     skipped: str = "skipped"
     warmup_ratio: Share | None = None
-    loss_scale: LossScaling = field(default_factory=LossScaling)
+    loss_scale: Any = None
     groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -190,7 +189,7 @@ def average_over_ranks(learned: Iterable[Tensor], device: torch.device) -> None:
             p.grad = (distributed.all_sum(p.grad.to(device)) / distributed.world_size()).to(p.device)
 
 
-def clipped(optimizer: Optimizer, most: float | None, means: Means, scale: LossScale) -> bool:
+def clipped(optimizer: Optimizer, most: float | None, means: Means, scale: "Unscaled") -> bool:
     """Scale the gradient of each part of the parameters down to the norm `most`; None: not at all. Notes the norms before as
     PART/grad_norm, and returns whether all are finite. A group of parameters has its part as a key, else it is of `loss`.
 
@@ -210,6 +209,27 @@ def clipped(optimizer: Optimizer, most: float | None, means: Means, scale: LossS
     for part, norm in () if scale.halved else norms.items():
         means.add(f"{part}/grad_norm", norm)
     return finite
+
+
+class Unscaled:
+    """The loss where no pass computes in float16: its scale is 1. extras/optimizers/loss_scale.py has one that changes."""
+
+    value, used, halved = 1.0, False, False
+
+    def scaled(self, loss: Tensor, model: nn.Module) -> Tensor:
+        return loss
+
+    def unscale(self, learned: Iterable[Tensor]) -> None:
+        pass
+
+    def note(self, finite: bool) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 @dataclass

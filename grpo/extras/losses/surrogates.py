@@ -58,6 +58,9 @@ def vespo(
     return -factor * advantages * logprobs, {"factor": factor}
 
 
+vespo.weighs_rollout = True
+
+
 def kl_cov(ratio: Tensor, log_ratio: Tensor, advantages: Tensor, counted: Tensor, coef: NonNegative = 1.0) -> Tensor:
     """-r A, and coef |log r| more for the tokens that `algo/choice=kl_cov` does not count, KL-Cov, arXiv 2505.22617."""
     return -ratio * advantages + torch.where(counted, 0.0, coef * log_ratio.abs())

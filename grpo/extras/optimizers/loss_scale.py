@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo.models.master_weights import in_float16
 from grpo.system import distributed
-from grpo.system.distributed import computes_in
 from grpo.system.ranges import Count, enforced
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ class LossScaling:
 
     initial: Count = 65536
     growth_interval: Count = 200
+
+    def made(self) -> "LossScale":
+        """Return the scale of a run, at its start."""
+        return LossScale(self)
 
 
 class LossScale:
@@ -88,9 +92,3 @@ class LossScale:
         self.clean, self.overflows = state["clean"], state["overflows"]
         if state.get("first_value", self.settings.initial) == self.settings.initial:
             self.value = state["value"]
-
-
-def in_float16(model: nn.Module, device: str) -> bool:
-    """Return whether a pass of the model would compute in float16 now, by its number type or by autocast. device: its type."""
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else computes_in(model)
-    return dtype == torch.float16

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo.extras.optimizers.loss_scale import in_float16
 from grpo.extras.preflight.probe import Checked, Probe, judged, mean_gap
 from grpo.models.gradient_checkpointing import recomputing
+from grpo.models.master_weights import in_float16
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
 from grpo.system.errors import plural

@@ -11,9 +11,9 @@ A divergence is a function whose parameters name its arguments, and which may ha
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from grpo.objectives.arguments import call, function_of, lacking, named, parameters
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.loss import LARGEST_LOG_RATIO, Reduce
+from grpo.objectives.trial import random_batch, tried
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, FunctionName, NonNegative, Positive, Share, enforced
 
@@ -38,10 +39,20 @@ class Imitation:
     observed: NonNegative = 0.0
     given: NonNegative = 0.0
 
+    needs_old = False
+
     @property
     def active(self) -> bool:
         """Whether any token has a weight."""
         return bool(self.sampled or self.observed or self.given)
+
+    of_logprobs = active
+
+    def tried(self) -> None:
+        """Do nothing: it has no function."""
+
+    def check_age(self, a: Any, cause: str) -> None:
+        """Do nothing: whoever wrote a text, it is learned as it is."""
 
 
 # -- divergences of the sampled tokens: their expected gradient over samples of S is that of KL(S || T)
@@ -96,7 +107,6 @@ def coarse(logprobs: Tensor, kept: Tensor, tail: bool) -> Tensor:
 # a function's parameters may name these; `logprobs` and `teacher_logprobs` are of the sampled tokens
 OF_WORDS = "student", "teacher", "logprobs", "teacher_logprobs", "beta"  # [n, V], [n, V], [n], [n]
 OF_SAMPLED = "logprobs", "ratio", "teacher_logprobs", "rollout_logprobs", "mask", "sample", "group"  # [B, C], [B]
-BySource = Mapping[str, Mapping[Literal["policy", "imitation", "teacher"], NonNegative]]  # factors of parts, by source
 NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
 Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 
@@ -135,6 +145,21 @@ class Teaching:
             raise UserError(f"algo.teacher.cap={self.cap}, but the divergence has the ratio already: set cap=null")
 
     @property
+    def active(self) -> bool:
+        """Whether it has a weight."""
+        return bool(self.coef)
+
+    @property
+    def of_logprobs(self) -> bool:
+        """Whether it has a gradient in the log-probabilities of the sampled tokens."""
+        return self.active and not self.of_distributions
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether it needs the old policy, for a ratio."""
+        return bool(self.cap or not self.of_distributions)
+
+    @property
     def of_distributions(self) -> bool:
         """Whether the divergence compares distributions."""
         return bool({"student", "teacher"} & parameters(self.divergence).keys())
@@ -152,6 +177,32 @@ class Teaching:
         """Return the divergence of each sampled token, [B, C]. logprobs: with gradient; old_logprobs: see `Algorithm`."""
         ratio = (logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
         return batch.divergence * ratio if self.of_rollouts else self.called(batch, logprobs=logprobs, ratio=ratio)
+
+    def tried(self) -> None:
+        """Raise UserError for a divergence that fails on random distributions, or has the same gradient for every teacher."""
+        name, gradients = named("teacher.divergence", self.divergence), []
+        for seed in (1, 2):
+            (z, batch), judged = random_batch(), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            teacher = judged[:, 0].sigmoid().log().view(2, 3)
+            batch = replace(batch, teaching=torch.ones(2, 3), teacher_logprobs=teacher)
+            words = (z.view(6, 1) * torch.arange(4)).log_softmax(-1), judged.log_softmax(-1), torch.arange(6) % 4
+            shape = (6,) if self.of_distributions else (2, 3)
+            values = tried(name, partial(self.on_trial, z, batch, words), shape)
+            gradients += torch.autograd.grad(values.sum(), z) if values.requires_grad else [torch.zeros(())]
+        if torch.allclose(*gradients):
+            line = "log policy - log teacher is an advantage, as in `sampled`, and no loss"
+            raise UserError(f"{name} has the same gradient for every teacher: {line}")
+
+    def check_age(self, a: Any, cause: str) -> None:
+        """Raise UserError if samples of an older policy count as the policy's own."""
+        takes = parameters(self.divergence).keys()
+        if self.of_distributions and "logprobs" not in takes:
+            return
+        weighed = bool(self.cap or self.of_rollouts or "ratio" in takes)
+        if not weighed or a.old_policy != "rollout":
+            line = "the divergence takes the samples as the policy's own, and algo.correction does not weigh it"
+            ratio = "algo.old_policy=rollout" + ("" if weighed else " algo.teacher.cap=2")
+            raise UserError(f"{cause}: {line}: set {ratio}, or a divergence of distributions")
 
     def on_trial(self, logprobs: Tensor, batch: TokenBatch, words: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return the divergence of a batch that nothing was added to, or of words."""

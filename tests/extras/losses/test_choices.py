@@ -9,7 +9,8 @@ from conftest import preset
 from helpers.learning import batch_of
 from torch import tensor
 
-from grpo.extras.losses.choices import chosen_tokens, clip_cov, covariance, top_entropy, without_top_cov
+from grpo.extras.losses.choices import clip_cov, covariance, without_top_cov
+from grpo.objectives.choice import chosen_tokens, top_entropy
 from grpo.system import distributed
 
 
