@@ -45,7 +45,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     evaluator = instantiate(config.eval, equal=of_appendix("grading.answers.equal", eq))
     optim = instantiate(config.optim)
-    check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
+    check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, bool(config.get("critic")))
     prompt_limit = instantiate(config.prompt_limit)
     task, source = instantiate(config.task), instantiate(config.source)
     task, splits = with_rows(task, evaluator, config, trains=source is None)

@@ -22,7 +22,8 @@ from grading_table import table as cases_table  # noqa: E402
 
 from grpo.config.help import described  # noqa: E402
 from grpo.extras.migration.foreign import printed  # noqa: E402
-from grpo.extras.preflight import CHECKS, TAUGHT  # noqa: E402
+from grpo.extras.preflight import CHECKS  # noqa: E402
+from grpo.extras.teachers.checks import CHECKS as TAUGHT  # noqa: E402
 from grpo.system.metrics import metric_table  # noqa: E402
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}

@@ -50,7 +50,7 @@ def with_host(batch: TokenBatch) -> TokenBatch:
     """Return the batch with a copy of its ids, masks and samples in the host's memory, if it is on a device."""
     if batch.ids.device.type == "cpu":
         return batch
-    parts = batch.ids, batch.attention_mask, batch.mask, batch.sample[:, None]
+    parts = batch.ids, batch.attention_mask, batch.passed().mask, batch.sample[:, None]
     widths = [part.shape[1] for part in parts]
     ids, seen, mask, sample = torch.cat(parts, dim=1).cpu().split(widths, dim=1)
     return replace(batch, host=TokenBatch(ids, seen, mask.bool(), torch.zeros(mask.shape), sample[:, 0]))

@@ -33,6 +33,7 @@ def less_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
 def std(values: Tensor, dim: int | None, ddof: int) -> Tensor:
     """Return the standard deviation of the values that are not NaN, with divisor n - ddof; 0 if that is not positive."""
     count = (~values.isnan()).sum(dim=dim, keepdim=dim is not None)
+    # torch.std has no answer for unknown rewards, nor for a single one
     centred = values - values.nanmean(dim=dim, keepdim=dim is not None)
     squares = centred.nan_to_num(0.0).square().sum(dim=dim, keepdim=dim is not None)
     return torch.where(count > ddof, squares / (count - ddof).clamp(min=1), 0.0).sqrt()
@@ -79,7 +80,7 @@ def whiten(
 ) -> Tensor:
     """Scale advantages, [B, C], to mean 0 and standard deviation 1 over all tokens of the mask (REINFORCE++, arXiv 2501.03262); 0
     if all are equal. concatenated: joins the lists of all ranks, since each rank holds a part of the tokens."""
-    values = advantages[mask].cpu().double()
+    values = advantages[mask].cpu().double()  # in float32 the sum of a million tokens depends on their order
     parts = [(len(values), values.sum(), values.min(), values.max())] if len(values) else []
     parts = concatenated(parts)
     count = sum(n for n, *_ in parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo.objectives.advantage import reward_to_go, whiten
 from grpo.objectives.arguments import OFFERED, call, function_of, parameters
-from grpo.objectives.axes import OtherTerm, check_axes
+from grpo.objectives.axes import check_axes
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.choice import chosen_tokens, with_top_entropy
 from grpo.objectives.entropy import EntropyBonus
@@ -24,6 +24,7 @@ from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
 from grpo.objectives.shaping import less_kl, less_overlong
 from grpo.objectives.staleness import ages, policy_between
+from grpo.objectives.terms import WithTerms
 from grpo.objectives.trial import silent_without_advantage
 from grpo.system import distributed
 from grpo.system.progress import BEGIN, Progress
@@ -34,7 +35,7 @@ BySource = Mapping[str, Mapping[Literal["policy", "imitation", "teacher"], NonNe
 
 @enforced("algo")
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(WithTerms):
     """advantage, surrogate, choice, correction: functions; arguments.py lists what they are given.
 
     level, reduce: see `policy_log_ratio` and `token_weights`; max_tokens is L_max, the run's limit of new tokens.
@@ -72,6 +73,8 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         level, reduce = function_of("level", self.level, Level), function_of("reduce", self.reduce, Reduce)
+        for name in ("imitation", "teacher"):
+            vars(self)[name] = term if hasattr(term := getattr(self, name), "active") else None
         vars(self).update(level=level, reduce=reduce, choice=with_top_entropy(self.choice, self.top_entropy))
         check_axes(self)
 
@@ -90,16 +93,6 @@ class Algorithm:
     def freezes_first(self) -> bool:
         """Whether advantages need log-probabilities, so that rows whose advantage is 0 are not known when those are made."""
         return self.kl.in_reward or self.takes("old_logprobs") or self.takes("prob_squares")
-
-    @property
-    def others(self) -> list[OtherTerm]:
-        """The other terms of equation 1 that have a weight."""
-        return [term for term in (self.imitation, self.teacher) if getattr(term, "active", False)]
-
-    @property
-    def of_logprobs(self) -> bool:
-        """Whether the loss has a gradient in the log-probabilities."""
-        return bool(self.policy_coef) or any(term.of_logprobs for term in self.others)
 
     def takes(self, name: str) -> bool:
         """Return whether the advantage names a value."""
@@ -135,6 +128,7 @@ class Algorithm:
             advantages = whiten(advantages, mask, concatenated=distributed.all_gather)
         if self.mask_truncated:
             mask = mask & ~scores.truncated.flatten()[tokens.sample, None]
+        # 0 and not left out: such samples stay in their group's baseline, and no row has a NaN
         advantages, group = torch.where(mask, advantages, 0.0), tokens.sample // scores.rewards.shape[1]
         return replace(tokens, mask=mask, advantages=advantages, group=group)
 
@@ -171,7 +165,7 @@ class Algorithm:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Equation 1, over rows i and their tokens t:
 
-            L = sum_it w_it [ c_it k_it f_it l(rho_it, A_it) + beta KL_it - alpha H_it ] + u_it CE_it + v_it D_it
+            L = sum_it w_it [ c_it k_it f_it l(rho_it, A_it) + beta KL_it - alpha H_it ] + u_it CE_it + v_it D_it + x_it E_it
 
         w    the token's share in the update, by `reduce` (`token_weights`), times policy_coef
         c    whether the token counts (`choice`); 1 if the surrogate names `counted` and says itself what that means
@@ -180,15 +174,16 @@ class Algorithm:
         l    the surrogate of the ratio rho = policy / old policy, at `level`, and the advantage A
         KL   the estimate of KL(policy || target) if its place is the loss, times rho for loss_with_ratio; beta is kl.coef
         H    the entropy of the policy; alpha is that of `EntropyController`
-        CE   -log policy, the cross-entropy with a text (`imitation`); D: the divergence to a teacher (`teacher`)
-        u, v the token's share in these two parts, each with a denominator of its own
+        CE   -log policy, the cross-entropy with a text (`imitation`); D: the divergence to a teacher (`teacher`); E: the
+             squared error of a critic's value
+        u, v, x: the token's share in these terms, each with a denominator of its own
 
         A factor that is off is 1, a term that is off 0. logprobs, entropy: [B, C], with gradient (the entropy only if it is
         active). batch: with advantages, weights, old_logprobs, and whatever the axes need. Returns the sum over a microbatch, to
         be summed over the update, and numbers to log, [B, C] each.
         """
         c = k = f = 1.0
-        u = v = CE = D = 0.0
+        u = v = x = CE = D = E = 0.0
         w, beta, KL, H = batch.weights, self.kl.coef, 0.0, entropy if alpha else 0.0
         if self.old_policy == "between":
             batch = replace(batch, old_logprobs=policy_between(logprobs, batch))
@@ -214,5 +209,11 @@ class Algorithm:
             u, CE = batch.imitation, -logprobs
         if batch.teaching is not None:
             v, D = batch.teaching, batch.divergence
-        L = (w * (c * k * f * l + beta * KL - alpha * H) + u * CE + v * D).sum()
+        if batch.valuing is not None:
+            x, E = batch.valuing, batch.value_errors
+            logged["value"] = E
+        if not self.compares:  # texts, and nobody asks how probable their author found them
+            logged |= {"approx_kl": torch.zeros_like(entropy)}
+            logged.pop("ratio", None)
+        L = (w * (c * k * f * l + beta * KL - alpha * H) + u * CE + v * D + x * E).sum()
         return L, {name: values.detach().float() for name, values in logged.items()}

@@ -4,27 +4,13 @@ Every Algorithm is checked when it is made. In each function `a` is an Algorithm
 this file.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, function_name, lacking, named, parameters
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip
 from grpo.system.errors import UserError
-
-
-class OtherTerm(Protocol):
-    """Settings of a term of equation 1 beside the policy's: the cross-entropy with a text, the divergence to a teacher."""
-
-    active: bool  # whether it has a weight
-    of_logprobs: bool  # whether it has a gradient in the log-probabilities
-    needs_old: bool  # whether it needs the old policy
-
-    def tried(self) -> None:
-        """Raise UserError if its function fails on random numbers."""
-
-    def check_age(self, a: Any, cause: str) -> None:
-        """Raise UserError if it takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
 
 
 def check_axes(a: Any) -> None:

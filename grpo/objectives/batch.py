@@ -80,10 +80,13 @@ class TokenBatch:
     targets: Tensor | None = None  # [B, C] float32, what the values should be
     weights: Tensor | None = None  # [B, C] a token's share in the loss of one update, see `token_weights`
     row: Tensor | None = None  # [B] int64, the row's place in the rollout
-    imitation: Tensor | None = None  # [B, C] the same in the cross-entropy; 0 outside it, see teaching.py
+    imitation: Tensor | None = None  # [B, C] the same in the cross-entropy with a text; 0 outside it
     teaching: Tensor | None = None  # [B, C] the same in the divergence to a teacher
+    valuing: Tensor | None = None  # [B, C] the same in the errors of the values
+    scored: Tensor | None = None  # [B, C] bool, the tokens of all terms of the loss; None: those of the mask
     teacher_logprobs: Tensor | None = None  # [B, C]
     divergence: Tensor | None = None  # [B, C] from the policy to the teacher, with gradient
+    value_errors: Tensor | None = None  # [B, C] of the values, with gradient
     host: Self | None = None  # ids, masks and samples in the host's memory, see packing.with_host
 
     def __len__(self) -> int:
@@ -148,7 +151,24 @@ class TokenBatch:
         counts = self.by_sample(self.mask.sum(1).float(), shape)
         return self.by_sample((values * self.mask).sum(1), shape) / counts.clamp(min=1)
 
+    def with_scored(self) -> Self:
+        """Note in `scored` if a token outside of the mask is learned from: a text, or a sample without a reward."""
+        terms = [weights > 0 for weights in (self.imitation, self.teaching) if weights is not None]
+        if not terms or torch.equal(scored := torch.stack([self.mask, *terms]).any(0), self.mask):
+            return self if self.scored is None else replace(self, scored=None)
+        return replace(self, scored=scored)
+
+    def passed(self) -> Self:
+        """Return the rows of a pass, whose mask has the tokens of all terms."""
+        return self if self.scored is None else replace(self, mask=self.scored)
+
     def silenced(self) -> Self:
-        """Return the same rows, in no part of the loss: with an empty mask and advantages of 0."""
+        """Return the same rows, in no term of the loss: with an empty mask and advantages of 0."""
         nothing = torch.zeros_like(self.rollout_logprobs)
-        return replace(self, mask=nothing.bool(), advantages=nothing, imitation=None, teaching=None)
+        rest = {
+            "imitation": None,
+            "teaching": None,
+            "scored": None,
+            "valuing": None if self.valuing is None else nothing,
+        }
+        return replace(self, mask=nothing.bool(), advantages=nothing, **rest)

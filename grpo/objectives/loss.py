@@ -33,7 +33,7 @@ def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
     elif level != "token":
         count = 1 if level == "sequence_sum" else mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = log_ratio.sum(1, keepdim=True) / count * mask
-    if level == "sequence_token":
+    if level == "sequence_token":  # the value of the row; the gradient must not be divided by its length
         log_ratio = log_ratio.detach() + (logprobs - logprobs.detach()) * mask
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
@@ -101,7 +101,7 @@ def token_weights(
     shares["constant"] = 1 / (count * max_tokens)
     offered |= {"max_tokens": max_tokens, "total": total}
     share = call("reduce", reduce, offered) if callable(reduce) else shares[reduce]
-    return torch.where(mask > 0, share, 0.0)
+    return torch.where(mask > 0, share, 0.0)  # not mask * share: a share of no token is infinite
 
 
 def off_policy_keep(

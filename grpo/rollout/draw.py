@@ -1,6 +1,6 @@
 """The slot `selection`, and the `Draw` by which a selection plays a rollout. extras/selection has more."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from grpo.env.types import Example
@@ -10,6 +10,7 @@ from grpo.rollout.collate import scores
 from grpo.rollout.types import Group, Plan
 from grpo.system.errors import RewardError, RolloutError, UserError
 from grpo.system.progress import Progress, progress
+from grpo.system.seeds import set_states, states_of
 
 # not a generator of its own: a greedy answer must not move the seeds of the samples
 GREEDY_SAMPLE = 1 << 30  # the number of a sample that seeds a greedy answer; no real sample has it
@@ -29,6 +30,23 @@ class Everything:
     def select(self, draw: "Draw") -> list[Group]:
         """Return a group for each prompt of the rollout."""
         return draw.more(draw.prompts)
+
+
+class Outer:
+    """The base of a selection that works on the groups of another one, `inner`, whose check and state it includes."""
+
+    inner: Selection
+
+    def check(self, plan: Plan, algorithm: Algorithm) -> None:
+        """Raise UserError if a run of this plan and algorithm cannot have such selections."""
+        if check := getattr(self.inner, "check", None):
+            check(plan, algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return states_of({"inner": self.inner})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_states({"inner": self.inner}, {"inner": state["inner"]} if state.get("inner") else {})
 
 
 def is_source(sampler: Any) -> bool:

@@ -4,12 +4,14 @@ A state is what a run has learned or counted, and comes from the checkpoint. A s
 does. Where a state begins with a setting, as an adaptive coefficient does, it begins anew if a resuming command changes that one.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import lightning as L
 from torch import nn
 
+from grpo.system.distributed import is_sharded
 from grpo.system.errors import UserError
 from grpo.system.metrics import about
 from grpo.training.checkpoints import check_shapes
@@ -38,6 +40,7 @@ class ModuleState(L.LightningModule):
         checkpoint["progress"] = {"updates": self.updates, "rollouts": rollouts, "optimizer": self.given}
         checkpoint["progress"] |= self.entropy.state_dict()
         checkpoint["progress"]["loss_scale"] = self.scale.state_dict()
+        checkpoint |= {name: state for name, part in self.parts.items() if (state := part.state_dict())}
         if self.reference is not None and self.reference.moves:
             checkpoint["reference"] = self.reference.weights
         named = self.policy.named_parameters(remove_duplicate=False)  # tied weights under both names
@@ -57,6 +60,8 @@ class ModuleState(L.LightningModule):
             self.scale.load_state_dict(progress["loss_scale"])
         if self.reference is not None and self.reference.moves and "reference" in checkpoint:
             self.reference.load(checkpoint["reference"])
+        for name, part in self.parts.items():
+            part.load_state_dict(checkpoint.get(name, {}))
 
     def on_train_start(self) -> None:
         """Give the optimizer and the schedule of a checkpoint the settings of this command."""
@@ -70,6 +75,12 @@ class ModuleState(L.LightningModule):
         """The scale of the loss."""
         return self.optim.loss_scale.made() if self.optim.loss_scale else Unscaled()
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether `step` averages gradients over ranks, and not DistributedDataParallel, which sees no masters, and waits for a
+        gradient of each parameter."""
+        return self.has_masters or (self.parts.alone and not is_sharded(self.policy))
+
     def position(self) -> dict[str, Any]:
         """Return what repeating the next update needs, besides weights and tokens: `updates` so far, its `rollout` from 1, the
         seed, and the state of the entropy's controller."""
@@ -78,8 +89,15 @@ class ModuleState(L.LightningModule):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that learn, by name."""
-        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        return {name: p for name, p in [*self.policy.named_parameters(), *self.of_parts()] if p.requires_grad}
+
+    def of_parts(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters beside the policy's, by name."""
+        for name, child in self.named_children():
+            if child is not self.policy:
+                yield from child.named_parameters(prefix=name)
 
     def policy_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of the policy, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.policy.state_dict().items()}
+        """Return the shape of each tensor of the policy, and of what else learns, by name."""
+        tensors = self.policy.state_dict() | dict(self.of_parts())
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -88,6 +88,9 @@ OTHER_THAN_THE_CODE = {  # values that do not suit as a constructor's default, e
     "engine/vllm_shared.dtype": "the type of the shared weights",
     "task/countdown.sizes": "sizes of generated splits",
     "task/mixture.weights": "weights of the sources beside them",
+    **dict.fromkeys(
+        ("algo/grpo.imitation", "algo/grpo.teacher"), "keys of terms that conf/teacher adds, with its defaults"
+    ),
 }
 
 

@@ -16,20 +16,23 @@ from grpo.system.ranges import accepts
 
 WEIGHTS = {"task.weights", "task.sources.gsm8k.task.weights", "task.sources.countdown.task.weights"}
 UNUSED = {f"task.sources.{name}.max_tokens" for name in ("gsm8k", "countdown")}  # a mixture's own limit counts
-PRIVILEGED = [f"{place}teacher.{key}" for place in ("", "module.") for key in ("alpha", "context", "weights")]
+PRIVILEGED = [
+    f"{place}teacher.{key}" for place in ("", "module.parts.teacher.") for key in ("alpha", "context", "weights")
+]
 UNUSED |= {"teacher", *PRIVILEGED}  # of algo=sdpo teacher=none
 ALLOWED = {  # the leaves that take these values, on purpose
     "nan": UNUSED,
     "inf": UNUSED,
     "-inf": UNUSED,
-    "-1": UNUSED | {"task.solved", "selection.low", "selection.high", "teacher.success", "module.teacher.success"},
+    "-1": UNUSED
+    | {"task.solved", "selection.low", "selection.high", "teacher.success", "module.parts.teacher.teacher.success"},
     "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
     | {
         "algo.advantage.weights",
         "teacher.teachers",
-        "module.teacher.teachers",
+        "module.parts.teacher.teacher.teachers",
         "renderer.template_args",
         "rollout.sampling.guided",
         "eval.sampling.guided",

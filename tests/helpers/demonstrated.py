@@ -11,12 +11,13 @@ from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.teachers.demonstrations import Beside, Demonstrations
 from grpo.extras.teachers.kinds import Teacher
-from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.module import Lessons
 from grpo.extras.teachers.teaching import Imitation
 from grpo.objectives.loss import clip
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.training.batch import RolloutBatch
+from grpo.training.module import GRPOModule
 from helpers.learning import as_given, make_module
 from tasks.wordmath import Wordmath
 
@@ -54,17 +55,19 @@ def batch(groups: list[Group], rewards: torch.Tensor | None = None) -> RolloutBa
 def taught(policy, parts, teacher: Teacher | None = None, task=TASK, imitation: Imitation | None = None, **settings):
     """Return a module that learns from a rollout with plain gradient steps."""
 
-    def made(*arguments, **named) -> Taught:
-        class WithoutTrainer(Taught):
-            rollouts = SimpleNamespace(task=task, renderer=parts[1], plan=SimpleNamespace(sampling=Sampling(MOST)))
-
-        return WithoutTrainer(*arguments, **named, teacher=teacher or Beside())
+    class WithoutTrainer(Lessons):
+        rollouts = SimpleNamespace(task=task, renderer=parts[1], plan=SimpleNamespace(sampling=Sampling(MOST)))
 
     chosen = {"advantage": as_given, "surrogate": clip, "max_tokens": MOST, "reduce": "token", "lr": 1.0}
-    return make_module(policy, module=made, imitation=imitation or Imitation(), **chosen | settings)
+    return make_module(
+        policy,
+        parts={"teacher": WithoutTrainer(teacher or Beside())},
+        imitation=imitation or Imitation(),
+        **chosen | settings,
+    )
 
 
-def moved(policy, module: Taught, rollout: RolloutBatch) -> tuple[torch.Tensor, dict[str, float]]:
+def moved(policy, module: GRPOModule, rollout: RolloutBatch) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the gradient of the rollout's loss, as one vector, and the metrics."""
     policy.zero_grad()
     before = [p.detach().clone() for p in policy.parameters()]

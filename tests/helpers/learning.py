@@ -1,5 +1,7 @@
 """Modules that learn from a few episodes, in place of a trainer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -12,7 +14,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.critic.gae import gae
-from grpo.extras.critic.module import ActorCritic, ValueLearning
+from grpo.extras.critic.module import ValueLearning, Values
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
@@ -53,6 +55,7 @@ def make_module(
     max_grad_norm=None,
     layout="shared_prompt",
     module=GRPOModule,
+    parts=None,
     **algorithm,
 ) -> GRPOModule:
     settings = {"advantage": as_given, "surrogate": clip, "max_tokens": 4, **algorithm}
@@ -73,6 +76,7 @@ def make_module(
         temperature=1.0,
         num_rollouts=4,
         seed=0,
+        **({"parts": parts} if parts else {}),
     )
     optimizers, schedules = module.configure_optimizers()
     # in place of the Trainer, which only returns these
@@ -98,18 +102,30 @@ def fresh(toy):
     return Pretrained(str(toy)).model()
 
 
-def actor_critic(policy, toy=None, coef=0.1, lam=1.0, pretrain=0, critic_lr=0.1, **settings) -> ActorCritic:
+def actor_critic(policy, toy=None, coef=0.1, lam=1.0, pretrain=0, critic_lr=0.1, parts=None, **settings) -> GRPOModule:
     """Return a module with a critic whose head already tells states apart. toy: the folder of its own model."""
     learning = ValueLearning(toy and Pretrained(str(toy)), lr=critic_lr, coef=coef, lam=lam, pretrain=pretrain)
 
-    def made(*arguments, **named) -> ActorCritic:
-        module = ActorCritic(*arguments, **named, critic=learning)
-        head, generator = module.critic.head, torch.Generator().manual_seed(0)
-        head.weight.data.copy_(torch.randn(head.weight.shape, generator=generator))
-        head.bias.data.fill_(0.05)
-        return module
+    class Told(Values):
+        def attach(self, module: GRPOModule) -> None:
+            super().attach(module)
+            head, generator = self.critic.head, torch.Generator().manual_seed(0)
+            head.weight.data.copy_(torch.randn(head.weight.shape, generator=generator))
+            head.bias.data.fill_(0.05)
 
-    return make_module(policy, module=made, **{"advantage": gae, "reduce": "token", **settings})
+    parts = {**(parts or {}), "critic": Told(learning)}
+    return make_module(policy, parts=parts, **{"advantage": gae, "reduce": "token", **settings})
+
+
+@contextmanager
+def captured_hidden_states(model) -> Iterator[list[torch.Tensor]]:
+    """Collect the inputs of a language model's head, [..., H] each, in a `with` block."""
+    states: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 def batch_of(policy: list[list[float]], reference: list[list[float]], lengths: list[int]) -> TokenBatch:

@@ -8,12 +8,13 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.teachers.kinds import Teacher
-from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.module import Lessons
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Sample
 from grpo.training.batch import RolloutBatch
+from grpo.training.module import GRPOModule
 from helpers.learning import make_module
 from tasks.gsm8k import GSM8K
 
@@ -41,13 +42,10 @@ def batch_of(groups: list[Group]) -> RolloutBatch:
     return RolloutBatch(0, groups=groups, tokens=collate(groups), scores=scores(groups))
 
 
-def taught(policy, who: Teacher, renderer, **settings) -> Taught:
+def taught(policy, who: Teacher, renderer, **settings) -> GRPOModule:
     """Return a module whose rollouts are of GSM8K."""
 
-    class Alone(Taught):
+    class Alone(Lessons):
         rollouts = SimpleNamespace(renderer=renderer, task=GSM8K(str(EXAMPLES)))
 
-    def made(*arguments, **named) -> Taught:
-        return Alone(*arguments, **named, teacher=who)
-
-    return make_module(policy, module=made, **{"policy_coef": 0.0, "reduce": "token", **settings})
+    return make_module(policy, parts={"teacher": Alone(who)}, **{"policy_coef": 0.0, "reduce": "token", **settings})

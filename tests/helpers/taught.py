@@ -4,13 +4,16 @@ import torch
 from torch import Tensor
 
 from grpo.extras.teachers.kinds import Model, Teacher
-from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.module import Lessons
 from grpo.extras.teachers.teaching import Imitation, Teaching
 from grpo.models.pretrained import Pretrained
+from grpo.objectives.batch import TokenBatch
+from grpo.training.batch import RolloutBatch
+from grpo.training.module import GRPOModule
 from helpers.learning import make_module
 
 
-class Alone(Taught):
+class Alone(Lessons):
     """No teacher here asks what made the rollout."""
 
     rollouts = None
@@ -33,7 +36,7 @@ def taught(
     policy_coef: float = 0.0,
     by: str = "token",
     **settings,
-) -> Taught:
+) -> GRPOModule:
     """Return a module that learns from a teacher, or from the model in a folder. Settings of the teaching have its names; its
     reduction is `by`."""
     teacher = Model(Pretrained(teacher)) if isinstance(teacher, str) else teacher
@@ -41,16 +44,18 @@ def taught(
     teaching = Teaching(reduce=by, **{"coef": 1.0} | {name: settings.pop(name) for name in names & settings.keys()})
     parts = {"teacher": teaching, "imitation": Imitation(**imitation or {}), "policy_coef": policy_coef}
 
-    def made(*arguments, **named) -> Taught:
-        return Alone(*arguments, **named, teacher=teacher)
-
-    return make_module(policy, module=made, **{"reduce": "token", **parts, **settings})
+    return make_module(policy, parts={"teacher": Alone(teacher)}, **{"reduce": "token", **parts, **settings})
 
 
-def learned(module: Taught, batch) -> tuple[dict[str, Tensor], dict[str, float]]:
+def learned(module: GRPOModule, batch) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the weights after an update, and the metrics."""
     metrics = module.training_step(batch, 0)
     return {name: p.detach().clone() for name, p in module.policy.named_parameters()}, metrics
+
+
+def assigned(module: GRPOModule, batch: RolloutBatch) -> TokenBatch:
+    """Return the rows of a rollout with their weights in the terms of the loss."""
+    return module.parts.assign(batch.tokens, batch)
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 1e-6) -> None:

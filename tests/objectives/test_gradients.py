@@ -51,8 +51,8 @@ def random_batch(algorithm, seed: int = 0) -> tuple[Tensor, TokenBatch]:
 def with_parts(algorithm, x: Tensor, batch: TokenBatch) -> TokenBatch:
     """Add the weights of imitation and of a teacher, whose divergence at each token is x^2."""
     share = MASK / MASK.sum().double()
-    batch = replace(batch, imitation=share if algorithm.imitation.active else None)
-    return replace(batch, teaching=share, divergence=x.square()) if algorithm.teacher.coef else batch
+    batch = replace(batch, imitation=share if algorithm.imitation in algorithm.others else None)
+    return replace(batch, teaching=share, divergence=x.square()) if algorithm.teacher in algorithm.others else batch
 
 
 FACTORS = {  # the factors of -A log pi behind a stop-gradient: of a token's log-ratio, that of its row, A

@@ -4,17 +4,14 @@ its own.
 A hidden state that predicts a token has seen everything before it, so V does not know the token: it is a baseline.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo.models.logprobs import Layout, completion_logprobs
-from grpo.models.packed_attention import Kernel, attending, pack
+from grpo.models.logprobs import Layout
+from grpo.models.packed_attention import Kernel
 from grpo.models.packing import few_tokens
-from grpo.objectives.batch import TokenBatch
+from grpo.models.states import states_before
 from grpo.system.distributed import computes_in, one_pass
 
 
@@ -40,46 +37,6 @@ class ValueHead(nn.Module):
         """Return values, [n] float32. states: [n, width]."""
         with torch.autocast(states.device.type, enabled=False):
             return F.normalize(states.float(), dim=1) @ self.weight.float() + self.bias.float()
-
-
-def states_before(
-    model: nn.Module, batch: TokenBatch, layout: Layout = "padded", kernel: Kernel | None = None
-) -> Tensor:
-    """Return a decoder's last hidden state before each sampled token, [n, width], ordered as `batch.mask`."""
-    if layout != "padded":
-        plan, places = pack(batch, layout == "shared_prompt", kernel)
-        with attending(model):
-            states = model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
-        return states.last_hidden_state[0].index_select(0, places)
-    seen = batch.attention_mask
-    positions = (seen.cumsum(dim=1) - 1).clamp(min=0)
-    states = model(input_ids=batch.ids, attention_mask=seen, position_ids=positions, use_cache=False).last_hidden_state
-    return states[:, batch.prompt_width - 1 : -1][batch.mask]
-
-
-def logprobs_and_states(
-    model: nn.Module,
-    batch: TokenBatch,
-    temperature: float,
-    entropy_gradient: bool = False,
-    layout: Layout = "padded",
-    kernel: Kernel | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `completion_logprobs` does, and the hidden states of the same pass that `states_before` describes, [n, H]."""
-    with captured_hidden_states(model) as states:
-        logprobs, entropy = completion_logprobs(model, batch, temperature, entropy_gradient, layout, kernel)
-    return logprobs, entropy, states[0][:, :-1][batch.mask] if layout == "padded" else torch.cat(states)
-
-
-@contextmanager
-def captured_hidden_states(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs of a language model's head, [..., H] each, in a `with` block."""
-    states: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    try:
-        yield states
-    finally:
-        hook.remove()
 
 
 def states_disagreement(model: nn.Module, layout: Layout, kernel: Kernel | None) -> str:

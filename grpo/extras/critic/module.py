@@ -1,4 +1,4 @@
-"""ActorCritic: the update with a critic, PPO (arXiv 1707.06347). Before an update the critic values every token, and the
+"""A critic in the update, PPO (arXiv 1707.06347). Before an update the critic values every token, and the
 advantage function compares the rewards with these values; in an update the critic learns what they should have been.
 
 The critic is a value head on the policy's last hidden states, or a model of its own with a value head. Its loss is a mean over
@@ -8,26 +8,28 @@ rate is their own, and their gradient is clipped by itself.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo.extras.critic.gae import value_loss, value_targets
-from grpo.extras.critic.model import Critic, logprobs_and_states, states_before, states_disagreement
+from grpo.extras.critic.model import Critic, states_disagreement
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import Layout
+from grpo.models.packed_attention import Kernel
 from grpo.models.packing import trusted
 from grpo.models.pretrained import Pretrained
-from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.batch import Scores, TokenBatch
+from grpo.models.states import Reader, logprobs_and_states, states_before
+from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
-from grpo.system.distributed import is_sharded, one_pass
+from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative, Positive, Share, Whole, enforced
 from grpo.training.batch import RolloutBatch
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
-from grpo.training.optimization import Optimization
+from grpo.training.parts import UpdatePart
 
 NAMES = "critic."  # the names of the critic's parameters begin with this
 
@@ -68,127 +70,111 @@ class ValueLearning:
         return Critic(head.shape[1], head.dtype, model.get_decoder().requires_grad_(True))
 
 
-class ActorCritic(GRPOModule):
-    """Learns from rollouts with a critic."""
+class Values(UpdatePart):
+    """The critic as a part of the update: it values the tokens before the advantages, and learns from the errors of its values.
+    Mutable: `alone` while it is pretrained, and metrics of the rollout."""
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        algorithm: Algorithm,
-        optim: Optimization,
-        temperature: float,
-        num_rollouts: int,
-        seed: int,
-        critic: ValueLearning,
-    ) -> None:
-        of_critic = {f"{NAMES}*": {"lr": critic.lr, "part": "value"}}
-        optim = replace(optim, groups={**of_critic, **(optim.groups or {})})
-        super().__init__(policy, algorithm, optim, temperature, num_rollouts, seed)
-        self.learning, self.critic = critic, critic.critic(policy)
-        self.pretraining = False  # whether only the critic learns from this rollout
-        self.values: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
-        self.token_share = 1.0  # a token's weight in the value loss of this update
+    def __init__(self, critic: ValueLearning) -> None:
+        self.learning, self.metrics, self.entropy = critic, {}, {}
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        return super().trained() | {f"{NAMES}{name}": p for name, p in self.critic.named_parameters()}
-
-    def configure_optimizers(self):
-        optimizers = super().configure_optimizers()
-        self.has_masters = self.by_hand
-        return optimizers
-
-    def policy_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {f"{NAMES}{name}": tuple(p.shape) for name, p in self.critic.named_parameters()}
-        return super().policy_shapes() | shapes
-
-    def live(self, tokens: TokenBatch) -> Tensor:
-        """Return the indices of all rows, [B]: the critic learns from each."""
-        return torch.arange(len(tokens))
+    def attach(self, module: GRPOModule) -> None:
+        self.module, self.critic = module, self.learning.critic(module.policy)
+        module.critic = self.critic  # so that its parameters are saved and learn
+        of_critic = {f"{NAMES}*": {"lr": self.learning.lr, "part": "value"}}
+        module.optim = replace(module.optim, groups={**of_critic, **(module.optim.groups or {})})
 
     @cached_property
-    def critic_layout(self) -> tuple[Layout, str]:
-        """The layout that gives correct results for the critic's own model, and its kernel."""
-        return trusted(self.critic.model, self.optim.layout, states_disagreement)
-
-    # -- before the updates
-
-    def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
-        """Value the tokens of a rollout, then learn from it."""
-        self.pretraining = batch.rollout < self.learning.pretrain
-        # DistributedDataParallel waits for gradients of all parameters, and then the policy has none
-        self.by_hand = self.has_masters or (self.pretraining and not is_sharded(self.policy))
-        coef = self.entropy.state_dict()
-        has_body = self.critic.model is not None
-        with recomputing(self.critic.model, has_body and self.optim.gradient_checkpointing):
-            scores = batch.scores.to(batch.tokens.ids.device, non_blocking=True)
-            tokens, returns = self.valued(batch.tokens, scores)
-            batch.tokens = tokens
-            metrics = super().training_step(batch, batch_idx)
-        if self.pretraining:
-            self.entropy.load_state_dict(coef)
-        return metrics | value_metrics(tokens, returns)
+    def layout(self) -> tuple[Layout, Kernel | None] | None:
+        """The layout that gives correct results for the critic's own model, and its kernel; None if it has no model."""
+        model = self.critic.model
+        return model and trusted(model, self.module.optim.layout, states_disagreement)
 
     @torch.no_grad()
-    def valued(self, tokens: TokenBatch, scores: Scores) -> tuple[TokenBatch, Tensor]:
+    def assign(self, tokens: TokenBatch, batch: RolloutBatch) -> TokenBatch:
         """Add the values, [B, C], and their targets. A pass of the policy also gives the old log-probabilities, if these are
-        needed. Returns also the discounted sums of rewards, [B, C], which are NaN where the reward is."""
+        needed."""
+        self.alone = batch.rollout < self.learning.pretrain
+        self.entropy = self.module.entropy.state_dict()
+        scores, rows = batch.scores.to(tokens.ids.device, non_blocking=True), torch.arange(len(tokens))
         logprobs, entropy, values = (torch.zeros_like(tokens.rollout_logprobs) for _ in range(3))
-        settings = self.temperature, False, *self.layout
-        for rows, microbatch in self.microbatches(tokens, self.live(tokens)):
-            width, states = microbatch.completion_width, None
+        settings, algorithm = (
+            (self.module.temperature, False, *self.module.layout, [hidden_states]),
+            self.module.algorithm,
+        )
+        for place, microbatch in self.module.microbatches(tokens.with_scored(), rows):
+            width, states, passed = microbatch.completion_width, None, microbatch.passed()
             if self.critic.model is None:
-                *of_policy, states = one_pass(self.policy, logprobs_and_states, microbatch, *settings)
-                logprobs[rows, :width], entropy[rows, :width] = of_policy
-            values[rows, :width] = self.values_of(microbatch, states)
-        if self.critic.model is None and self.algorithm.needs_old and not self.algorithm.takes("prob_squares"):
+                *of_policy, states = one_pass(self.module.policy, logprobs_and_states, passed, *settings)
+                logprobs[place, :width], entropy[place, :width] = of_policy
+            values[place, :width] = self.values_of(passed, states) * microbatch.mask
+        if self.critic.model is None and algorithm.needs_old and not algorithm.takes("prob_squares"):
             tokens = replace(tokens, old_logprobs=logprobs, old_entropy=entropy)
         places = tokens.mask, tokens.sample, tokens.turn
         of_turns = scores.rewards_of_turns(scores.rewards)
         targets = partial(value_targets, scores.rewards, of_turns, values, *places, self.learning.gamma)
-        lam = 1.0 if self.pretraining else self.learning.lam
+        lam = 1.0 if self.alone else self.learning.lam
         returns = targets(1.0)
         learned = returns if lam == 1 else targets(lam)
-        return replace(tokens, values=values, targets=learned.nan_to_num(0.0)), returns
+        tokens = replace(tokens, values=values, targets=learned.nan_to_num(0.0))
+        self.metrics = value_metrics(tokens, returns)
+        return tokens
 
     def values_of(self, tokens: TokenBatch, states: Tensor | None) -> Tensor:
         """Return the values of a microbatch, [B, C], 0 outside of the mask. states: the policy's, [n, width]; None if the critic
         has a model."""
         if self.critic.model is not None:
-            states = one_pass(self.critic.model, states_before, tokens, *self.critic_layout)
+            with recomputing(self.critic.model, bool(self.module.optim.gradient_checkpointing)):
+                states = one_pass(self.critic.model, states_before, tokens, *self.layout)
         return torch.zeros_like(tokens.rollout_logprobs).masked_scatter(tokens.mask, self.critic.head(states))
 
-    # -- one update
+    def weigh(self, minibatch: TokenBatch, count: float) -> TokenBatch:
+        """Give each token its share in the value loss, a mean over the tokens of an update on all ranks."""
+        if minibatch.values is None:  # rows that were not valued
+            return minibatch
+        share = distributed.world_size() / distributed.all_sum(minibatch.mask.sum()).clamp(min=1)
+        return replace(minibatch, valuing=share * minibatch.mask)
 
-    def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:
-        """Add the gradients of policy and critic. Returns the policy's log-probabilities, [B, C], and metrics."""
-        count = distributed.all_sum(minibatch.mask.sum())
-        self.token_share = distributed.world_size() / count.clamp(min=1)  # gradients of ranks are averaged
-        return super().gradients(minibatch, alpha)
+    def reader(self, tokens: TokenBatch) -> Reader | None:
+        return hidden_states if self.critic.model is None and tokens.valuing is not None else None
 
-    def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, [B, C] each. In a pass that learns, the values are made, too."""
-        if not torch.is_grad_enabled() or model is not self.policy:
-            return super().forward_pass(model, tokens, entropy_gradient)
-        states = None
-        with torch.set_grad_enabled(not self.pretraining):
-            if self.critic.model is None:
-                settings = self.temperature, entropy_gradient, *self.layout
-                logprobs, entropy, states = one_pass(model, logprobs_and_states, tokens, *settings)
-                states = torch.lerp(states.detach(), states, self.learning.coef)  # scales the gradient alone
-            else:
-                logprobs, entropy = super().forward_pass(model, tokens, entropy_gradient)
-        self.values = self.values_of(tokens, states)
-        return logprobs, entropy
+    def term(self, microbatch: TokenBatch, logprobs: Tensor, means: Means) -> TokenBatch:
+        """Add the errors of the values, with gradient. A model of the critic's own makes its pass here."""
+        if microbatch.valuing is None:
+            return microbatch
+        states = self.read
+        if states is not None:
+            states = torch.lerp(states.detach(), states, self.learning.coef)  # scales the gradient alone
+        values = self.values_of(microbatch.passed(), states)
+        errors = value_loss(values, microbatch.values, microbatch.targets, self.learning.clip)
+        return replace(microbatch, value_errors=errors)
 
-    def loss_of(
-        self, logprobs: Tensor, entropy: Tensor, microbatch: TokenBatch, alpha: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the policy's loss plus that of the values, and numbers to log, [B, C] each. While the critic is pretrained, the
-        loss is that of the values alone."""
-        loss, logged = super().loss_of(logprobs, entropy, microbatch, alpha)
-        errors = value_loss(self.values, microbatch.values, microbatch.targets, self.learning.clip)
-        learned = self.token_share * (errors * microbatch.mask).sum()
-        return learned if self.pretraining else loss + learned, logged | {"value": errors.detach()}
+    def learned(self, batch: RolloutBatch) -> dict[str, float]:
+        """Return the metrics of the values. A rollout of the critic alone leaves the controller of the entropy as it was."""
+        if self.alone:
+            self.module.entropy.load_state_dict(self.entropy)
+        return self.metrics
+
+    # -- the forecast of memory
+
+    def models(self) -> list[nn.Module]:
+        return [] if self.critic.model is None else [self.critic.model]
+
+    def imagined(self, batch: TokenBatch, layout: Layout) -> Reader:
+        if self.critic.model is None:
+            return hidden_states
+        with recomputing(self.critic.model, bool(self.module.optim.gradient_checkpointing)):
+            states = states_before(self.critic.model, batch, layout)
+        return lambda *given: states
+
+
+def hidden_states(model: nn.Module, states: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the states themselves: the value head reads them after the policy's pass."""
+    return states
+
+
+def ActorCritic(*given: Any, critic: ValueLearning, **named: Any) -> GRPOModule:
+    """Return the update with a critic, by the name that configurations of earlier runs have."""
+    return GRPOModule(*given, **named, parts={"critic": Values(critic)})
 
 
 def value_metrics(tokens: TokenBatch, returns: Tensor) -> dict[str, float]:

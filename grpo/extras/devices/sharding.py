@@ -58,9 +58,10 @@ class Sharded(Watched, ModelParallelStrategy):
             wanted = getattr(model, "config", module.policy.config).get_text_config().dtype or torch.float32
             low = wanted if wanted in LOW else MIXED.get(self.passes)
             shard(model, mesh, wanted, low, self.reshard, offload and self.root_device.type != "cpu")
-        for held in (reference, getattr(getattr(module, "teacher", None), "start", None)):
-            if held is not None:
-                held.begin()
+        if reference is not None:
+            reference.begin()
+        for part in module.parts.values():
+            part.shared()
 
     @contextmanager
     def while_sampling(self, model: nn.Module) -> Iterator[None]:

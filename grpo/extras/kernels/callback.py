@@ -36,8 +36,8 @@ class KernelsCallback(L.Callback):
         with trainer.precision_plugin.forward_context():
             layers = use_liger(module.policy, self.wanted)
             layout, attention = module.layout
-            if hasattr(module, "critic_layout") and module.critic.model is not None:
-                self.found["critic"] = ", ".join(map(_name, module.critic_layout))
+            of_parts = {name: getattr(part, "layout", None) for name, part in module.parts.items()}
+            self.found |= {name: ", ".join(map(_name, layout)) for name, layout in of_parts.items() if layout}
         self.found |= {
             "layout": layout,
             "attention": _name(attention),

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from grpo.extras.preflight import data, episodes, learning, sampling
 from grpo.extras.preflight.plan import disk
 from grpo.extras.preflight.probe import Checked, Probe
-from grpo.extras.teachers import checks as teachers
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,
@@ -31,11 +30,4 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the gradient ignores microbatches": learning.gradient,
     "the devices' gradients add up": learning.devices,
     "the disk has room": disk.room,
-}
-TAUGHT: dict[str, Callable[[Probe], Checked]] = {  # of runs with a choice of conf/teacher
-    "the teacher reads the same tokens": teachers.tokenizer,
-    "the teacher's numbers are its own": teachers.own_numbers,
-    "the teacher knows these texts": teachers.knows,
-    "the teacher reads the longest row": teachers.longest,
-    "the texts to learn from are there": teachers.imitated,
 }

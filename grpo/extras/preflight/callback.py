@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
-from grpo.extras.preflight import CHECKS, TAUGHT
+from grpo.extras.preflight import CHECKS
 from grpo.extras.preflight.forecast import Part
 from grpo.extras.preflight.plan import RunPlan, plan_of
 from grpo.extras.preflight.probe import Checked, Probe
@@ -52,7 +52,7 @@ class PreflightCallback(L.Callback):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         both = {"mode": settings} if isinstance(settings, str) else settings
-        self.mode, self.waived = both["mode"], {check_named(part) for part in both.get("skip", ())}
+        self.mode, self.skip = both["mode"], both.get("skip", ())
         require("preflight", self.mode, Mode)
         self.rollout, self.evaluator, self.examples = rollout, evaluator, examples
         self.tokenizer = tokenizer
@@ -79,9 +79,13 @@ class PreflightCallback(L.Callback):
             return self.judge()
         rollouts, version = self.rollout.rollouts, self.rollout.learned
         probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version, parts=self.parts)
-        checks = {} if self.mode == "off" else CHECKS | (TAUGHT if hasattr(module, "teacher") else {})
+        of_parts = {
+            name: check for part in getattr(module, "parts", {}).values() for name, check in part.checks.items()
+        }
+        checks = {} if self.mode == "off" else CHECKS | of_parts
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
+        waived = {check_named(part, CHECKS | of_parts) for part in self.skip}
         before = everything(self.rollout.objects)
         allowed = self.rollout.stop.allowed("nothing was learned, and the same command begins again", saves=False)
         try:
@@ -91,7 +95,7 @@ class PreflightCallback(L.Callback):
                     self.rollout.sync()
                     start += time.perf_counter()
                 for name, check in checks.items():
-                    self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
+                    self.verdicts[name] = WAIVED if name in waived else agreed(outcome(check, probe))
                     self.rollout.rounding = vars(probe).get("bound")
                     self.noted()
                     show_verdict(name, self.verdicts[name])  # at once: on a large model the checks take minutes
@@ -129,9 +133,8 @@ class PreflightCallback(L.Callback):
             raise SystemExit(0)
 
 
-def check_named(part: str) -> str:
+def check_named(part: str, checks: Mapping[str, Any] = CHECKS) -> str:
     """Return the name of the check that has this part. Raises UserError if no check has it, or several."""
-    checks = CHECKS | TAUGHT
     named = [part] if part in checks else [name for name in checks if part in name]
     if len(named) == 1:
         return named[0]
@@ -154,6 +157,7 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
     begun = time.perf_counter()
     try:
         verdict = check(probe)
+        verdict = verdict if isinstance(verdict, Checked) else Checked(*verdict)
     except UserError:
         raise
     except Exception as error:  # a model, an engine or a task of the user may raise anything

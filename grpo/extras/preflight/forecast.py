@@ -19,7 +19,6 @@ from grpo.engines.room import Room
 from grpo.extras.preflight.imagined import (
     activation_bytes,
     after_a_step,
-    body_below_the_critic,
     bytes_of,
     cut_as_on,
     imagined,
@@ -148,7 +147,7 @@ class Sizes:
         learned = learned_by(optimizer)  # the float32 masters, if there are any
         gradients = with_gradients(learned)
         copies = module.reference.own() if module.reference else []
-        teacher = module.teacher.own() if hasattr(module, "teacher") else []
+        teacher = [tensor for part in getattr(module, "parts", {}).values() for tensor in part.own()]
         # versions of the trained weights that wait for their rollout, see `Chain`
         trained = bytes_of(p for p in policy.parameters() if p.requires_grad) if plan.order == "exact" else 0
         held = [*model, *learned, *gradients, *copies, *teacher]
@@ -171,7 +170,9 @@ class Sizes:
         if sharded:
             weights, masters = bytes_of(p for p in model if not p.requires_grad) + bytes_of(learned), 0
         buckets = bytes_of(p for p in model if p.requires_grad) if devices > 1 and not sharded else 0
-        bodies = [body for body in (passes.policy, body_below_the_critic(passes)) if body is not None]
+        beside = [model for part in getattr(passes, "parts", {}).values() for model in part.models()]
+        learning = [model for model in beside if any(p.requires_grad for p in model.parameters())]
+        bodies = [*dict.fromkeys([passes.policy, *learning])]
         gathered = sum(map(in_a_layer, bodies)) if sharded else 0  # layers that are whole while they compute
         of_device = devices if sharded else 1
         parts = [

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -22,14 +22,13 @@ from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
-from grpo.extras.critic.model import states_before
-from grpo.extras.teachers.divergence import Distributions, divergences
 from grpo.models.gradient_checkpointing import layers_of, recomputing
-from grpo.models.head import LOGITS_AT_ONCE, logits_at_once, token_values
+from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches
 from grpo.models.pretrained import Pretrained
+from grpo.models.states import logprobs_and_states
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
@@ -66,8 +65,8 @@ def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: 
     with torch.device("meta"):
         module = make_module(pretrained.outline())
         parts = [*module.modules()]
-        vars(module)["judge"] = teacher = teacher_of(module)  # asked once: tensors without memory cannot be moved again
-        parts = [*dict.fromkeys([*parts, *(teacher.modules() if teacher else ())])]
+        beside = [each for part in getattr(module, "parts", {}).values() for each in part.models()]
+        parts = [*dict.fromkeys([*parts, *(each for model in beside for each in model.modules())])]
     empty: dict[Tensor, Tensor] = {}  # by the tensor that it replaces: tied ones stay tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in parts:
@@ -110,41 +109,20 @@ def activation_bytes(
     batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // module.algorithm.num_minibatches)
     batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
     live = Live(before, policy.config.get_text_config().vocab_size)
-    below, again = body_below_the_critic(module), optim.gradient_checkpointing
-    with live, recomputing(policy, again), recomputing(below, again and below is not None):
-        outputs = [*outputs_of(module, batch, layout)]
-        if below is not None:
-            outputs.append(states_before(below, batch, layout))
+    with live, recomputing(policy, optim.gradient_checkpointing):
+        outputs = outputs_of(module, batch, layout)
         sum(numbers.sum() for numbers in outputs).backward()
     return live.most
 
 
-def teacher_of(module: L.LightningModule) -> nn.Module | None:
-    """Return the model of a teacher, if one computes in this process; None if it is elsewhere, or if there are several."""
-    if hasattr(module, "teacher") and module.algorithm.teacher.coef:
-        with suppress(NotImplementedError), module.teacher.model() as model:
-            return model
-    return None
-
-
 def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> Iterable[Tensor]:
-    """Return what an update computes of a microbatch with a gradient, after the teacher's pass, if there is one."""
-    policy, algorithm, heat = module.policy, module.algorithm, module.temperature
-    if teacher := vars(module)["judge"]:
-        with torch.no_grad():
-            theirs = Distributions(teacher, states_before(teacher.get_decoder(), batch, layout))
-    if not (teacher and algorithm.teacher.of_distributions):
-        return completion_logprobs(policy, batch, heat, algorithm.entropy.active, layout)
-    states, targets = states_before(policy.get_decoder(), batch, layout), batch.ids[:, batch.prompt_width :][batch.mask]
-    with torch.set_grad_enabled(bool(algorithm.policy_coef or algorithm.imitation.active)):
-        outputs = token_values(policy, states, targets, heat, algorithm.entropy.active)
-    ours = Distributions(policy, states[torch.arange(len(states))])  # an update picks those that are taught
-    return *outputs, divergences(ours, theirs, targets, heat, algorithm.teacher.of_words)
-
-
-def body_below_the_critic(module: L.LightningModule) -> nn.Module | None:
-    """Return the model of a critic that has its own."""
-    return module.critic.model if hasattr(module, "critic") else None
+    """Return what an update computes of a microbatch with a gradient, after the passes of the module's parts."""
+    policy, algorithm = module.policy, module.algorithm
+    settings = batch, module.temperature, algorithm.entropy.active, layout
+    imagined = [part.imagined(batch, layout) for part in getattr(module, "parts", {}).values()]
+    if not (readers := [reader for reader in imagined if reader]):
+        return completion_logprobs(policy, *settings)
+    return logprobs_and_states(policy, *settings, None, readers, algorithm.of_logprobs)
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:

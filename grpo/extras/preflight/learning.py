@@ -14,6 +14,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
 from grpo.system.errors import plural
 from grpo.system.loading import not_finite
+from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 
@@ -176,8 +177,7 @@ def backward(module: GRPOModule, microbatch: TokenBatch, scale: float = 1.0) -> 
         logprobs, entropy = module.forward_pass(module.policy, microbatch, module.algorithm.entropy.active)
         if microbatch.old_logprobs is None:
             microbatch = replace(microbatch, old_logprobs=logprobs.detach())
-        loss_of = module.loss_of if hasattr(module, "teacher") else module.algorithm.loss  # a critic's needs returns
-        loss, logged = loss_of(logprobs, entropy, microbatch, module.entropy.alpha)
+        loss, logged = module.loss_of(logprobs, entropy, microbatch, module.entropy.alpha, Means())
         (loss * scale).backward()
     return float(loss.detach()), {"logprobs": logprobs.detach(), **logged}
 

@@ -157,12 +157,13 @@ class Probe:
     @property
     def beyond_rewards(self) -> bool:
         """Whether the policy learns from anything but rewards."""
-        return bool(self.module.algorithm.imitation.active or self.module.algorithm.teacher.coef)
+        return bool(self.module.algorithm.others)
 
     def assigned(self, tokens: TokenBatch) -> TokenBatch:
         """Return rows of the episodes with their weights in all parts of the loss, and demonstrations, if the run has them."""
         batch = RolloutBatch(self.rollouts.plan.num_rollouts, groups=self.groups, tokens=tokens, scores=self.scores)
-        return self.module.assigned(batch) if hasattr(self.module, "teacher") else tokens
+        teacher = self.module.parts.get("teacher")  # a critic would value these rows, and nothing here learns from that
+        return teacher.assign(tokens, batch) if teacher else tokens
 
     # -- passes
 

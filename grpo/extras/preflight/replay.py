@@ -1,6 +1,7 @@
 """Repeats an update that was skipped, and shows the tokens at which a number is not finite."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def replay(config: DictConfig) -> None:
     make = instantiate(config.module)
     module: GRPOModule = make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, config.seed)
     module.entropy.load_state_dict(saved["entropy"])
-    tokens = saved["tokens"].to(trainer.strategy.root_device)
+    tokens = replace(saved["tokens"], valuing=None)  # the weights of a critic are not saved
+    tokens = tokens.to(trainer.strategy.root_device)
     with trainer.precision_plugin.forward_context():
         loss, seen = repeated(module, tokens)
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}

@@ -13,30 +13,13 @@ from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.checks import check_age
-from grpo.rollout.draw import Draw, Everything, Selection
+from grpo.rollout.draw import Draw, Everything, Outer, Selection
 from grpo.rollout.types import Group, Plan, Sample
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Share, enforced
-from grpo.system.seeds import REPLAY, set_states, states_of
+from grpo.system.seeds import REPLAY
 
 Signal = Literal["correct", "reward"]
-
-
-class Outer:
-    """The base of a selection that works on the groups of another one, `inner`, whose check and state it includes."""
-
-    inner: Selection
-
-    def check(self, plan: Plan, algorithm: Algorithm) -> None:
-        """Raise UserError if a run of this plan and algorithm cannot have such selections."""
-        if check := getattr(self.inner, "check", None):
-            check(plan, algorithm)
-
-    def state_dict(self) -> dict[str, Any]:
-        return states_of({"inner": self.inner})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_states({"inner": self.inner}, {"inner": state["inner"]} if state.get("inner") else {})
 
 
 @enforced("selection")

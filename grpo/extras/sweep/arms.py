@@ -40,11 +40,11 @@ def check_built(config: DictConfig) -> None:
     plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     instantiate(config.eval)
     with silent("grpo.objectives.checks"):  # the job itself gives the advice
-        check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, "critic" in config.module)
+        check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, bool(config.get("critic")))
 
 
 # what each check reads
-CHECKED = {check_sources: ("task", "source", "model"), check_built: ("rollout", "algo", "eval", "module")}
+CHECKED = {check_sources: ("task", "source", "model"), check_built: ("rollout", "algo", "eval", "critic")}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Who else the policy learns from, besides its rewards: the second and the third part of equation 1 (teaching.py).
 
-module.py has the update, `Taught`. kinds.py has the teachers: each is a choice of conf/teacher.
+Door: a part of the update (training/parts.py), and terms of the algorithm. module.py has the part, `Lessons`. kinds.py has the
+teachers: each is a choice of conf/teacher.
 """
 
-NEEDS = ("tools",)  # which read conversations in JSON
+NEEDS = ("tools", "vllm_server")  # conversations in JSON; servers that score

@@ -16,12 +16,11 @@ from grpo.env.messages import Message
 from grpo.env.rendering import Renderer
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Example, State, Task
-from grpo.extras.selection.selection import Outer
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.tools.conversations import chat_message, messages_of
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.collate import collate
-from grpo.rollout.draw import Draw, Everything, Selection
+from grpo.rollout.draw import Draw, Everything, Outer, Selection
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Limits, Sample

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.extras.critic.model import states_before
 from grpo.extras.teachers.divergence import Distributions, Predicted, own_head
 from grpo.extras.teachers.teaching import Teaching
 from grpo.models.logprobs import Layout, completion_logprobs
@@ -17,6 +16,7 @@ from grpo.models.packed_attention import Kernel
 from grpo.models.packing import in_microbatches, trusted
 from grpo.models.policy import Reference
 from grpo.models.pretrained import Pretrained, context_of, differing_tokens
+from grpo.models.states import states_before
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.rollouts import Rollouts
 from grpo.system.distributed import one_pass

@@ -1,110 +1,106 @@
-"""Taught: the update with all three parts of equation 1. Before the update, every token gets its weight in each part; in the
-update, a teacher scores the tokens that the policy learns from.
+"""Lessons: a text and a teacher as a part of the update. Before the update, every token gets its weight in each term of equation
+1; in the update, a teacher scores the tokens that the policy learns from.
 
-Each part has a denominator of its own, over all ranks and microbatches of an update.
+Each term has a denominator of its own, over all ranks and microbatches of an update.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo.extras.critic.model import states_before
+from grpo.extras.teachers.checks import CHECKS
 from grpo.extras.teachers.divergence import Distributions, Predicted, divergences
 from grpo.extras.teachers.kinds import Passes, Teacher
 from grpo.extras.teachers.observed import observed
-from grpo.extras.teachers.teaching import Teaching
-from grpo.models.head import token_values
+from grpo.extras.teachers.teaching import Imitation, Teaching
 from grpo.models.logprobs import Layout
-from grpo.models.packed_attention import Kernel
+from grpo.models.states import Reader, states_before
 from grpo.models.temperature import temperatures
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.loss import token_weights
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed
-from grpo.system.distributed import one_pass
 from grpo.system.errors import UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.meter import Means
 from grpo.training.module import GRPOModule
-from grpo.training.optimization import Optimization
+from grpo.training.parts import UpdatePart
 
+NO_TEXT, NO_TEACHING = Imitation(), Teaching()  # of an algorithm without these terms
 FROZEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs")  # on the policy's own tokens
 
 
-class Taught(GRPOModule):
-    """Learns from rollouts, from a text and from a teacher, as the algorithm weighs them."""
+class Lessons(UpdatePart):
+    """Learns from a text and from a teacher, as the algorithm weighs them. Mutable: what belongs to the rollout."""
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        algorithm: Algorithm,
-        optim: Optimization,
-        temperature: float,
-        num_rollouts: int,
-        seed: int,
-        teacher: Teacher,
-        critic: object = None,
-    ) -> None:
-        if critic is not None:
-            raise UserError("teacher and critic: a run has one of them; set critic=none or teacher=none")
-        super().__init__(policy, algorithm, optim, temperature, num_rollouts, seed)
-        teacher.check(algorithm.teacher, temperature)
-        teacher.attach(policy)
+    def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
-        self.read: TokenBatch | None = None  # what the teacher reads, row by row of the rollout
+        self.reads: TokenBatch | None = None  # what the teacher reads, row by row of the rollout
         self.of_policy: Tensor | None = None  # [B, 1], see `factors`
-        self.beyond = False  # whether a token outside of the mask is learned from
-        self.divergence: Tensor | None = None  # [B, C] of the latest pass that learns, with gradient
-        self.parts = Means()  # of the two parts, in the latest update
         self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
         self.seconds = 0.0  # of the teacher, in this rollout
+
+    def attach(self, module: GRPOModule) -> None:
+        self.module = module
+        self.teacher.check(self.teaching, module.temperature)
+        self.teacher.attach(module.policy)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the module."""
+        return self.module.algorithm
+
+    @property
+    def imitation(self) -> Imitation:
+        """The weights of texts; all are 0 if the algorithm has no such term."""
+        return self.algorithm.imitation or NO_TEXT
+
+    @property
+    def teaching(self) -> Teaching:
+        """The teacher's term; its weight is 0 if the algorithm has none."""
+        return self.algorithm.teacher or NO_TEACHING
+
+    def shared(self) -> None:
+        if start := getattr(self.teacher, "start", None):
+            start.begin()
 
     @property
     def rollouts(self) -> Rollouts:
         """The maker of the rollout that is learned from."""
-        return next(c.rollouts for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
+        return next(c.rollouts for c in self.module.trainer.callbacks if isinstance(c, RolloutCallback))
 
     @property
     def passes(self) -> Passes:
         """How the teacher reads."""
-        return Passes(self.temperature, self.optim.layout, self.at_once.most, self.algorithm.teacher.top_k)
+        module = self.module
+        return Passes(module.temperature, module.optim.layout, module.at_once.most, self.teaching.top_k)
 
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["teacher"] = self.teacher.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        return self.teacher.state_dict()
 
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self.teacher.load_state_dict(checkpoint.get("teacher", {}))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.teacher.load_state_dict(state)
 
     # -- before the updates
 
-    def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
-        """Give every token its weight in each part, then learn from the rollout."""
-        batch.tokens, self.seconds = self.assigned(batch), 0.0
-        metrics = super().training_step(batch, batch_idx)
-        if not self.algorithm.teacher.coef:
-            return metrics
-        batch.tokens = replace(batch.tokens, divergence=self.seen)
-        return metrics | {"time/teacher": self.seconds}
-
-    def assigned(self, batch: RolloutBatch) -> TokenBatch:
-        """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other parts."""
-        of, teaching = self.algorithm.imitation, self.algorithm.teacher
-        tokens, given = self.teacher.extended(batch.tokens, batch, self.rollouts)
+    def assign(self, tokens: TokenBatch, batch: RolloutBatch) -> TokenBatch:
+        """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other terms."""
+        of, teaching, self.seconds = self.imitation, self.teaching, 0.0
+        tokens, given = self.teacher.extended(tokens, batch, self.rollouts)
         group = tokens.sample // batch.scores.rewards.shape[1]
         tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device), group=group)
         self.seen = torch.full_like(tokens.rollout_logprobs, torch.nan)
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
-        self.read, judged = self.teacher.reading(tokens, batch, self.rollouts)
+        self.reads, judged = self.teacher.reading(tokens, batch, self.rollouts)
         sampled = tokens.mask
         if self.algorithm.mask_truncated:
             sampled = sampled & ~batch.scores.truncated.flatten().to(sampled.device)[tokens.sample, None]
@@ -118,7 +114,7 @@ class Taught(GRPOModule):
             tokens = replace(tokens, temperature=torch.where(texts, 1.0, own))
         if not self.algorithm.policy_coef and not teaching.coef:  # nobody asks how probable its sampler found a token
             tokens = replace(tokens, fresh=torch.zeros_like(tokens.sample, dtype=torch.bool))
-        policy, imitation, teacher = (self.factors(part, tokens, batch) for part in ("policy", "imitation", "teacher"))
+        policy, imitation, teacher = (self.factors(term, tokens, batch) for term in ("policy", "imitation", "teacher"))
         weights, self.of_policy = of.sampled * sampled + of.observed * observed + of.given * given, policy
         return replace(
             tokens,
@@ -127,12 +123,12 @@ class Taught(GRPOModule):
             teaching=teacher * teaching.coef * taught if teaching.coef else None,
         )
 
-    def factors(self, part: str, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
-        """Return the factor of each row in a part of the loss, by the column `source` of its example, [B, 1]."""
+    def factors(self, term: str, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
+        """Return the factor of each row in a term of the loss, by the column `source` of its example, [B, 1]."""
         by, size = self.algorithm.by_source, batch.scores.rewards.shape[1]
         if not by:
             return torch.ones_like(tokens.rollout_logprobs[:, :1])
-        of_groups = [by.get(str(example.get("source")), {}).get(part, 1.0) for example in batch.scores.examples]
+        of_groups = [by.get(str(example.get("source")), {}).get(term, 1.0) for example in batch.scores.examples]
         return torch.tensor(of_groups, device=tokens.ids.device)[tokens.sample // size, None]
 
     def observed(self, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
@@ -145,14 +141,12 @@ class Taught(GRPOModule):
         return mask
 
     def freeze(self, tokens: TokenBatch) -> TokenBatch:
-        """Add what stays fixed while the policy changes, the teacher's log-probabilities among it."""
-        teaching, self.beyond = self.algorithm.teacher, any_beyond(tokens)
-        tokens = replace(super().freeze(self.scored(tokens)), mask=tokens.mask, host=tokens.host)
-        if tokens.teaching is None or teaching.of_distributions:
+        """Add the teacher's log-probabilities of the sampled tokens, unless whole distributions are compared."""
+        if tokens.teaching is None or self.teaching.of_distributions:
             return tokens
         with self.timed():
             judged = self.judged(tokens)
-        return teaching.fixed(replace(tokens, teacher_logprobs=judged))
+        return self.teaching.fixed(replace(tokens, teacher_logprobs=judged))
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -164,31 +158,15 @@ class Taught(GRPOModule):
     @torch.no_grad()
     def judged(self, tokens: TokenBatch) -> Tensor:
         """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not judge."""
-        return self.teacher.logprobs(replace(self.read, mask=tokens.teaching > 0), self.passes)
-
-    def live(self, tokens: TokenBatch) -> Tensor:
-        """Return the indices of the rows that have a gradient in any part, [n], in the host's memory."""
-        live = torch.zeros(len(tokens), dtype=torch.bool)
-        if self.algorithm.policy_coef:
-            live[super().live(tokens)] = True
-        for weights in (tokens.imitation, tokens.teaching):
-            if weights is not None:
-                live |= weights.any(dim=1).cpu()
-        return live.nonzero()[:, 0]
+        return self.teacher.logprobs(replace(self.reads, mask=tokens.teaching > 0), self.passes)
 
     # -- one update
 
-    def update(self, minibatch: TokenBatch, means: Means, count: float) -> Tensor:
-        logprobs = super().update(minibatch, means, count)
-        self.teacher.moved()
-        return logprobs
-
-    def weighed(self, minibatch: TokenBatch, count: float) -> TokenBatch:
-        """Turn the weights of the two parts into shares of the loss of an update."""
-        minibatch, self.beyond = super().weighed(minibatch, count), any_beyond(minibatch)
-        if self.algorithm.by_source and minibatch.row is not None:  # else one that `assigned` has not seen
+    def weigh(self, minibatch: TokenBatch, count: float) -> TokenBatch:
+        """Turn the weights of the two terms into shares of the loss of an update."""
+        if self.algorithm.by_source and minibatch.row is not None:  # else one that `assign` has not seen
             minibatch = replace(minibatch, weights=minibatch.weights * self.of_policy[minibatch.row])
-        of, teaching = self.algorithm.imitation, self.algorithm.teacher
+        of, teaching = self.imitation, self.teaching
         for name, active, reduce in (("imitation", of.active, "token"), ("teaching", teaching.coef, teaching.reduce)):
             if active:  # on every rank, since they count together; a rank without a row has no weights
                 weights = getattr(minibatch, name)
@@ -199,92 +177,101 @@ class Taught(GRPOModule):
                 minibatch = replace(minibatch, **{name: weights * shares * distributed.world_size()})
         return minibatch
 
-    def gradients(self, minibatch: TokenBatch, alpha: float) -> tuple[Tensor, Means]:
-        """Add the gradients of all parts. Returns the log-probabilities, [B, C], and metrics."""
-        self.parts = Means()
-        logprobs, noted = super().gradients(minibatch, alpha)
-        noted.take(self.parts)
-        return logprobs, noted
-
-    def scored(self, tokens: TokenBatch) -> TokenBatch:
-        """Return the tokens with a mask of all that are learned from, in any part."""
-        parts = [weights > 0 for weights in (tokens.imitation, tokens.teaching) if weights is not None]
-        if not self.beyond or not parts:
-            return tokens
-        mask = torch.stack([tokens.mask, *parts]).any(0)
-        return replace(tokens, mask=mask, host=tokens.host and replace(tokens.host, mask=mask.cpu()))
-
-    def forward_pass(self, model: nn.Module, tokens: TokenBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, [B, C] each. In a pass that learns, distributions are compared, too."""
-        scored, teaching = self.scored(tokens), self.algorithm.teacher
-        if not (torch.is_grad_enabled() and model is self.policy and teaching.coef and teaching.of_distributions):
-            return super().forward_pass(model, scored, entropy_gradient)
+    def reader(self, tokens: TokenBatch) -> Reader | None:
+        """Return what compares distributions at the tokens of the teacher's term. The teacher makes its pass here."""
+        if not (self.teaching.coef and self.teaching.of_distributions):
+            return None
         members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
-        if self.read is None:
+        if self.reads is None:
             raise UserError("replay= cannot repeat an update with whole distributions: it has no rows for the teacher")
-        read = replace(self.read.rows(tokens.row.cpu()), mask=members)
+        read = replace(self.reads.rows(tokens.row.cpu()), mask=members)
         with self.timed(), torch.no_grad():
             judge = self.teacher.distributions(read, self.passes)
-        # in other parts of the loss, or in none, which has a gradient of 0; else the log-probabilities are only shown
-        learns = bool(self.algorithm.policy_coef or self.algorithm.imitation.active or tokens.teaching is None)
-        lesson, settings = (judge, members, teaching, learns), (self.temperature, entropy_gradient, *self.layout)
-        logprobs, entropy, values = one_pass(model, partial(logprobs_and_divergence, lesson), scored, *settings)
-        self.divergence = torch.zeros_like(tokens.rollout_logprobs).masked_scatter(members, values)
-        return logprobs, entropy
+        return partial(divergence_at, judge, members, self.module.temperature, self.teaching.of_words)
 
-    def loss_of(
-        self, logprobs: Tensor, entropy: Tensor, microbatch: TokenBatch, alpha: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a microbatch, and numbers to log, [B, C] each."""
-        teaching, old = self.algorithm.teacher, self.algorithm.old_logprobs(microbatch)
+    def term(self, microbatch: TokenBatch, logprobs: Tensor, means: Means) -> TokenBatch:
+        """Add the divergence to the teacher, with gradient."""
+        teaching, old = self.teaching, self.algorithm.old_logprobs(microbatch)
         if microbatch.teaching is not None:
-            D = self.divergence if teaching.of_distributions else teaching.of_sampled(logprobs, old, microbatch)
-            microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
             taught = microbatch.teaching > 0
-            self.parts.add_tokens("teacher/divergence", D.detach(), taught)
+            if teaching.of_distributions:
+                D = torch.zeros_like(microbatch.rollout_logprobs).masked_scatter(taught, self.read)
+            else:
+                D = teaching.of_sampled(logprobs, old, microbatch)
+            microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
+            means.add_tokens("teacher/divergence", D.detach(), taught)
             if self.seen is not None:  # a replayed update has no rollout
                 kept = taught.any(1)
                 self.seen[microbatch.row[kept], : D.shape[1]] = D.detach().where(taught, torch.nan)[kept]
             for name, rows in self.teacher.by_name(microbatch.row).items():
-                self.parts.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
+                means.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
         if microbatch.imitation is not None:
-            self.parts.add_tokens("imitation/loss", -logprobs.detach(), microbatch.imitation > 0)
-        if self.beyond:  # finite in the policy's part, where a text has the weight 0
+            means.add_tokens("imitation/loss", -logprobs.detach(), microbatch.imitation > 0)
+        if microbatch.scored is not None:  # finite in the policy's term, where a text has the weight 0
             names = [name for name in FROZEN if getattr(microbatch, name) is not None]
             text = {name: torch.where(microbatch.mask, getattr(microbatch, name), logprobs.detach()) for name in names}
             microbatch = replace(microbatch, **text)
-        loss, logged = super().loss_of(logprobs, entropy, microbatch, alpha)
-        if not self.algorithm.policy_coef and not teaching.coef:  # of texts, no policy that sampled can be left
-            logged = {name: values for name, values in logged.items() if name != "ratio"}
-            logged["approx_kl"] = torch.zeros_like(logged["approx_kl"])
-        return loss, logged
+        return microbatch
+
+    def moved(self) -> None:
+        self.teacher.moved()
+
+    def learned(self, batch: RolloutBatch) -> dict[str, float]:
+        """Return the seconds of the teacher; the table of samples gets the divergences."""
+        if not self.teaching.coef:
+            return {}
+        batch.tokens = replace(batch.tokens, divergence=self.seen)
+        return {"time/teacher": self.seconds}
+
+    # -- the preflight, and the forecast of memory
+
+    checks = CHECKS
+
+    @property
+    def judge(self) -> nn.Module | None:
+        """The model of the teacher, if one computes in this process; None if it is elsewhere, or if there are several."""
+        if self.teaching.coef:
+            with suppress(NotImplementedError), self.teacher.model() as model:
+                return model
+        return None
+
+    @cached_property
+    def outline(self) -> nn.Module | None:
+        """That model, asked once: tensors without memory cannot be moved again."""
+        return self.judge
+
+    def models(self) -> list[nn.Module]:
+        return [] if self.outline is None else [self.outline]
+
+    def own(self) -> list[Tensor]:
+        return self.teacher.own()
+
+    def imagined(self, batch: TokenBatch, layout: Layout) -> Reader | None:
+        if self.outline is None:
+            return None
+        with torch.no_grad():
+            judge = Distributions(self.outline, states_before(self.outline.get_decoder(), batch, layout))
+        settings = judge, batch.mask, self.module.temperature, self.teaching.of_words
+        return partial(divergence_at, *settings) if self.teaching.of_distributions else None
 
 
-def any_beyond(tokens: TokenBatch) -> bool:
-    """Return whether a token outside of the mask is learned from: a text, or a sample without a reward or an advantage."""
-    parts = [weights for weights in (tokens.imitation, tokens.teaching) if weights is not None]
-    return any(bool(((weights > 0) & ~tokens.mask).any()) for weights in parts)
-
-
-def logprobs_and_divergence(
-    lesson: tuple[Predicted, Tensor, Teaching, bool],
-    model: nn.Module,
-    batch: TokenBatch,
+def divergence_at(
+    teacher: Predicted,
+    members: Tensor,
     temperature: float,
-    entropy_gradient: bool,
-    layout: Layout,
-    kernel: Kernel | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `completion_logprobs` does, and the divergence of n tokens, [n]. lesson: the teacher, its n tokens as a mask
-    [B, C], how the two are compared, and whether the log-probabilities need a gradient."""
-    teacher, members, teaching, learns = lesson
-    states, ids = states_before(model.get_decoder(), batch, layout, kernel), batch.ids[:, batch.prompt_width :]
-    with torch.set_grad_enabled(learns):
-        heat = temperatures(batch, temperature, packed=True)
-        values = token_values(model, states, ids[batch.mask], heat, entropy_gradient)
-    nothing = torch.zeros_like(batch.rollout_logprobs)
-    logprobs, entropy = (nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
+    function: Callable[[Tensor, Tensor, Tensor], Tensor],
+    model: nn.Module,
+    states: Tensor,
+    batch: TokenBatch,
+) -> Tensor:
+    """Return the divergence of n tokens, [n]. teacher: what it predicts there; members: which tokens they are, [B, C]; function:
+    see `divergences`; states: [m, hidden], before each token of the batch's mask, which has them and maybe others."""
     of_members = replace(batch, mask=members, host=batch.host and replace(batch.host, mask=members.cpu()))
     heat = temperatures(of_members, temperature, packed=True)
     student = Distributions(model, states[members[batch.mask]])
-    return logprobs, entropy, divergences(student, teacher, ids[members], heat, teaching.of_words)
+    return divergences(student, teacher, batch.ids[:, batch.prompt_width :][members], heat, function)
+
+
+def Taught(*given: Any, teacher: Teacher, **named: Any) -> GRPOModule:
+    """Return the update with a teacher, by the name that configurations of earlier runs have."""
+    return GRPOModule(*given, **named, parts={"teacher": Lessons(teacher)})

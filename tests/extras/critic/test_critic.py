@@ -6,12 +6,11 @@ from functools import partial
 import pytest
 import torch
 from conftest import preset
-from helpers.learning import ADVANTAGES, GROUPS, actor_critic, episode, fresh, rollout
+from helpers.learning import ADVANTAGES, GROUPS, actor_critic, captured_hidden_states, episode, fresh, rollout
 from peft import LoraConfig
 from torch import tensor
 
 from grpo.extras.critic.gae import gae, value_loss
-from grpo.extras.critic.model import captured_hidden_states
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.rollout.collate import collate

@@ -301,20 +301,21 @@ def test_a_teacher_takes_its_weights_and_its_pass(toy, tmp_path, divergence):
     run = Run(str(toy), "algo=opd", f"teacher.model.path={folder}", f"algo.teacher.divergence={divergence}", *settings)
     foreseen = run.forecast(30)
     module = run.module(run.pretrained.model())
-    assert foreseen["teacher"] == bytes_of(module.teacher.loaded.parameters()) + bytes_of(
-        module.teacher.loaded.buffers()
+    lessons = module.parts["teacher"]
+    assert foreseen["teacher"] == bytes_of(lessons.teacher.loaded.parameters()) + bytes_of(
+        lessons.teacher.loaded.buffers()
     )
     batch = minibatch(run.plan, 30, 4)
-    batch = module.read = replace(batch, row=torch.arange(4), teaching=torch.ones(4, 20))
+    batch = lessons.reads = replace(batch, row=torch.arange(4), teaching=torch.ones(4, 20))
     for p in module.policy.parameters():
         p.grad = torch.zeros_like(p)
-    module.judged(batch)  # and layouts are chosen
-    held = [*module.policy.parameters(), *module.policy.buffers(), *module.teacher.own()]
+    lessons.judged(batch)  # and layouts are chosen
+    held = [*module.policy.parameters(), *module.policy.buffers(), *lessons.own()]
     with Live([*held, *(p.grad for p in module.policy.parameters())], vocabulary) as live:
         if divergence == "sampled":
-            module.judged(batch)
+            lessons.judged(batch)
         logprobs, entropy = module.forward_pass(module.policy, batch, False)
-        parts = [logprobs, entropy] if divergence == "sampled" else [module.divergence]
+        parts = [logprobs, entropy] if divergence == "sampled" else [lessons.read]
         sum(part.sum() for part in parts).backward()
     assert foreseen["activations"] + foreseen["logits"] == pytest.approx(live.most.total(), rel=0.01)
 

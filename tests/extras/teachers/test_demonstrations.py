@@ -220,20 +220,20 @@ def test_rows_beside_the_samples_leave_the_policys_gradient(toy_model, parts):
 def test_the_fields_of_the_rows_beside(toy_model, parts):
     rollout = batch(sampled(parts), SIGNAL)
     module = taught(toy_model, parts, imitation=Imitation(given=0.5))
-    tokens, given = Beside().extended(rollout.tokens, rollout, module.rollouts)
+    tokens, given = Beside().extended(rollout.tokens, rollout, module.parts["teacher"].rollouts)
     plain, of = collate(demonstrated(parts)), slice(6, 9)
     assert len(tokens) == 9 and tokens.sample.tolist() == [0, 1, 2, 3, 4, 5, 0, 2, 4]
     assert tokens.rows(of).sequences() == plain.sequences()  # the demonstrations, after the very prompts
     assert tokens.rows(slice(0, 6)).sequences() == rollout.tokens.sequences()
     assert not tokens.mask[of].any() and not given[:6].any() and int(given.sum()) == int(plain.mask.sum())
     assert (tokens.turn[of] == -1).all() and tokens.given[of].isnan().all() and not tokens.fresh[of].any()
-    batch_of = module.assigned(rollout)
+    batch_of = module.parts["teacher"].assign(rollout.tokens, rollout)
     assert torch.equal(batch_of.imitation, 0.5 * given) and (batch_of.temperature[given] == 1).all()
     assert not batch_of.temperature[:6].any()  # the run's
 
 
 def test_what_is_left_out_beside_the_samples_is_said_once(toy_model, parts, caplog):
-    rollout, rollouts = batch(sampled(parts), SIGNAL), taught(toy_model, parts).rollouts
+    rollout, rollouts = batch(sampled(parts), SIGNAL), taught(toy_model, parts).parts["teacher"].rollouts
     lengths, teacher = [sample.length for [sample] in demonstrated(parts)], Beside()
     plan = SimpleNamespace(sampling=Sampling(max(lengths) - 1))
     short = SimpleNamespace(task=rollouts.task, renderer=rollouts.renderer, plan=plan)

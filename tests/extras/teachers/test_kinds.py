@@ -18,13 +18,13 @@ from helpers.models import disturb
 from helpers.ranks import Ranks
 from helpers.runs import rows, told
 from helpers.serving import served
+from helpers.taught import Alone
 
 from grpo.config.early import check_early
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.demo.demo_model import make_model, make_tokenizer
 from grpo.extras.quantized.quantized import Quantized, quantize
 from grpo.extras.teachers.kinds import Model, Passes, Start, Teacher
-from grpo.extras.teachers.module import Taught
 from grpo.extras.teachers.server import Served
 from grpo.extras.teachers.several import Several
 from grpo.extras.teachers.teaching import Teaching, coarse
@@ -33,6 +33,7 @@ from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
+from grpo.training.module import GRPOModule
 from train import train
 
 HEAT = 0.7
@@ -96,16 +97,11 @@ def model(folder: Path, toy: Path | None = None, **settings) -> Model:
     return Model(Pretrained(str(folder)), toy and student(toy), **settings)
 
 
-class Alone(Taught):
-    rollouts = None  # of a trainer, which these teachers do not read
+def taught(toy: Path, teacher: Teacher, teaching: Teaching, **settings) -> GRPOModule:
+    return make_module(fresh(toy), parts={"teacher": Alone(teacher)}, teacher=teaching, policy_coef=0.0, **settings)
 
 
-def taught(toy: Path, teacher: Teacher, teaching: Teaching, **settings) -> Taught:
-    made = partial(Alone, teacher=teacher)
-    return make_module(fresh(toy), module=made, teacher=teaching, policy_coef=0.0, **settings)
-
-
-def gradient(module: Taught, batch) -> torch.Tensor:
+def gradient(module: GRPOModule, batch) -> torch.Tensor:
     """Return the step of an update with lr 0.1, which is -0.1 times the gradient."""
     before = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
     module.training_step(batch, 0)

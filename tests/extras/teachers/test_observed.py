@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from conftest import preset
 from helpers.families import FAMILIES, real, spelled
 from helpers.learning import make_module
+from helpers.taught import assigned
 from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall
@@ -18,7 +19,7 @@ from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.demo.demo_model import make_model
 from grpo.extras.teachers.kinds import Teacher
-from grpo.extras.teachers.module import Taught
+from grpo.extras.teachers.module import Lessons
 from grpo.extras.teachers.observed import begin, observed
 from grpo.extras.teachers.teaching import Imitation
 from grpo.extras.tools.renderer import TokenizerRenderer
@@ -26,6 +27,8 @@ from grpo.objectives.kl import KL
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Sample
 from grpo.training.batch import RolloutBatch
+from grpo.training.meter import Means
+from grpo.training.module import GRPOModule
 
 CALL = Message("assistant", "", (ToolCall("add", {"a": 1, "b": 2}, "abcDEF123"),))
 TALK = Message("assistant", "Hm.")
@@ -156,12 +159,11 @@ def fresh():
     return make_model(renderer_of("qwen25").tokenizer, seed=0)
 
 
-def taught(policy, observed: float, **settings) -> Taught:
-    class Heard(Taught):
+def taught(policy, observed: float, **settings) -> GRPOModule:
+    class Heard(Lessons):
         rollouts = SimpleNamespace(renderer=renderer_of("qwen25"))
 
-    made = partial(Heard, teacher=Teacher())
-    return make_module(policy, module=made, imitation=Imitation(observed=observed), **settings)
+    return make_module(policy, parts={"teacher": Heard(Teacher())}, imitation=Imitation(observed=observed), **settings)
 
 
 REWARDS = ((1.0, -1.0), (0.5, 0.0))  # a row without an advantage has words, too
@@ -184,14 +186,14 @@ def test_three_tokens_of_probability_one_half(groups):
     """0.05 ln 2, and with the weight 0.1 0.1 ln 2, however many tokens the policy sampled, in however many rows."""
     for weight, rows in ((0.05, [3]), (0.1, [2, 1])):
         module = taught(fresh(), weight)
-        tokens = module.assigned(batch_of(groups)).rows(torch.arange(len(rows)))
+        tokens = assigned(module, batch_of(groups)).rows(torch.arange(len(rows)))
         mask = torch.zeros_like(tokens.mask)
         for row, count in enumerate(rows):
             mask[row, tokens.mask[row].nonzero().max() - torch.arange(count)] = True
         tokens = replace(tokens, imitation=weight * mask, advantages=torch.zeros_like(tokens.rollout_logprobs))
         tokens = replace(module.weighed(tokens, len(rows)), old_logprobs=tokens.rollout_logprobs)
         logprobs = torch.full_like(tokens.rollout_logprobs, -2.0).masked_fill(mask, math.log(0.5))
-        loss, _ = module.loss_of(logprobs, torch.zeros_like(logprobs), tokens, 0.0)
+        loss, _ = module.loss_of(logprobs, torch.zeros_like(logprobs), tokens, 0.0, Means())
         assert loss.item() == pytest.approx(weight * math.log(2), abs=1e-7)
 
 
@@ -246,11 +248,11 @@ def decoded(ids: list[int]) -> str:
 def test_the_words_stay_out_of_ratio_and_kl(groups):
     """A word that the policy thinks impossible has the weight 0 in the policy's part: 0 times infinity would be no number."""
     module = taught(fresh(), 0.05, kl=KL(coef=0.04))
-    tokens = module.weighed(replace(module.assigned(batch_of(groups)), advantages=torch.zeros(4, 1)), 4)
+    tokens = module.weighed(replace(assigned(module, batch_of(groups)), advantages=torch.zeros(4, 1)), 4)
     nothing = torch.zeros_like(tokens.rollout_logprobs)
     tokens = replace(tokens, old_logprobs=nothing, reference_logprobs=nothing, advantages=nothing)
     logprobs = torch.where(tokens.imitation > 0, -200.0, nothing).requires_grad_()
-    loss, _ = module.loss_of(logprobs, nothing, tokens, 0.0)
+    loss, _ = module.loss_of(logprobs, nothing, tokens, 0.0, Means())
     loss.backward()
     assert loss.item() == pytest.approx(0.05 * 200) and logprobs.grad.isfinite().all()
     assert not logprobs.grad[tokens.mask].any()

@@ -11,9 +11,10 @@ from helpers.foreign_server import SCORES, Scorer, answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.extras.demo.demo_model import SHIPPED
-from grpo.extras.preflight import TAUGHT, data, learning
 from grpo.extras.preflight import callback as preflight
+from grpo.extras.preflight import data, learning
 from grpo.extras.preflight.probe import Checked, Probe
+from grpo.extras.teachers.checks import CHECKS as TAUGHT
 from grpo.extras.teachers.demonstrations import Demonstrations
 from grpo.extras.teachers.divergence import Distributions
 from grpo.extras.teachers.server import Served
@@ -80,7 +81,8 @@ def test_whole_distributions_pass_too(whole):
 def test_a_teacher_without_training(probe, monkeypatch):
     """The median says so: single tokens may be unlikely for a sound teacher, too."""
     torch.manual_seed(0)
-    monkeypatch.setattr(probe.module.teacher, "loaded", probe.module.teacher.pretrained.outline())
+    teacher = probe.module.parts["teacher"].teacher
+    monkeypatch.setattr(teacher, "loaded", teacher.pretrained.outline())
     verdict = found("the teacher knows these texts", probe)
     assert (
         verdict.result == "FAIL"
@@ -91,20 +93,20 @@ def test_a_teacher_without_training(probe, monkeypatch):
 
 
 def test_another_temperature(probe, monkeypatch):
-    judged = probe.module.judged
+    judged = probe.module.parts["teacher"].judged
 
     def sharper(tokens):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(probe.module, "temperature", 1.0)
             return judged(tokens)
 
-    monkeypatch.setattr(probe.module, "judged", sharper)
+    monkeypatch.setattr(probe.module.parts["teacher"], "judged", sharper)
     verdict = found("the teacher's numbers are its own", probe)
     assert verdict.result == "FAIL" and verdict.remedy == "they are those of temperature 1"
 
 
 def test_another_temperature_of_whole_distributions(whole, monkeypatch):
-    logprobs, teacher = Distributions.logprobs, whole.module.teacher.loaded
+    logprobs, teacher = Distributions.logprobs, whole.module.parts["teacher"].teacher.loaded
 
     def halved(self, at, temperature, *more):
         return logprobs(self, at, temperature * (2 if self.model is teacher else 1), *more)
@@ -116,21 +118,21 @@ def test_another_temperature_of_whole_distributions(whole, monkeypatch):
 
 @pytest.mark.parametrize(("by", "where"), [(1, "before"), (-1, "after")])
 def test_a_mask_that_is_off_by_one(probe, monkeypatch, by, where):
-    judged = probe.module.judged
-    monkeypatch.setattr(probe.module, "judged", lambda tokens: judged(tokens).roll(by, 1))
+    judged = probe.module.parts["teacher"].judged
+    monkeypatch.setattr(probe.module.parts["teacher"], "judged", lambda tokens: judged(tokens).roll(by, 1))
     verdict = found("the teacher's numbers are its own", probe)
     assert verdict.result == "FAIL" and verdict.remedy == f"they are those of the token {where}"
 
 
 def test_a_teacher_that_reads_other_tokens(probe, monkeypatch):
     late = lambda tokens, *_: (replace(tokens, ids=tokens.ids.roll(1, 1)), None)  # noqa: E731
-    monkeypatch.setattr(probe.module.teacher, "reading", late)
+    monkeypatch.setattr(probe.module.parts["teacher"].teacher, "reading", late)
     verdict = found("the teacher's numbers are its own", probe)
     assert verdict.result == "FAIL" and verdict.remedy.startswith("look at what it reads")
 
 
 def test_another_tokenizer(probe, toy, monkeypatch):
-    monkeypatch.setattr(probe.module.teacher, "pretrained", Pretrained(str(toy)))
+    monkeypatch.setattr(probe.module.parts["teacher"].teacher, "pretrained", Pretrained(str(toy)))
     verdict = found("the teacher reads the same tokens", probe)
     assert verdict.result == "FAIL" and "another tokenizer" in verdict.remedy
 
@@ -143,24 +145,24 @@ def test_a_teacher_elsewhere(probe, monkeypatch):
         raise NotImplementedError
         yield
 
-    known = probe.module.judged(probe.assigned(probe.compared))
-    monkeypatch.setattr(probe.module.teacher, "model", elsewhere)
+    known = probe.module.parts["teacher"].judged(probe.assigned(probe.compared))
+    monkeypatch.setattr(probe.module.parts["teacher"].teacher, "model", elsewhere)
     assert found("the teacher's numbers are its own", probe).result == "SKIP"
     for values, result in ((known, "PASS"), (known - 3, "WARN"), (known - 9, "FAIL")):
-        monkeypatch.setattr(probe.module, "judged", lambda tokens, values=values: values)
+        monkeypatch.setattr(probe.module.parts["teacher"], "judged", lambda tokens, values=values: values)
         assert found("the teacher knows these texts", probe).result == result
 
 
 def test_a_row_that_is_too_long_for_the_teacher(probe, monkeypatch):
     name, most = "the teacher reads the longest row", probe.rollouts.plan.sampling.max_tokens
-    monkeypatch.setattr(probe.module.teacher, "limit", most)  # and no prompt
+    monkeypatch.setattr(probe.module.parts["teacher"].teacher, "limit", most)  # and no prompt
     verdict = found(name, probe)
     assert verdict.result == "FAIL" and f"and the teacher reads {most}" in verdict.compared
     with Scorer() as server:
         served = Served([server.url], Pretrained(str(SHIPPED / "wordmath")))
         served.check(Teaching(1.0, "reverse", top_k=4, top_of="teacher"), 1.0)
         served.attach(probe.module.policy)
-        monkeypatch.setattr(probe.module, "teacher", served)
+        monkeypatch.setattr(probe.module.parts["teacher"], "teacher", served)
         seen = []
         server.routes[SCORES] = lambda body: seen.append(body) or server.score(body)
         assert found(name, probe).result == "PASS"

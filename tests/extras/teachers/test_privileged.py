@@ -8,6 +8,7 @@ from helpers.learning import fresh
 from helpers.models import disturb
 from helpers.privileged import batch_of, renderer_of, talk, taught
 from helpers.runs import learned, rows, state
+from helpers.taught import assigned
 from peft import LoraConfig
 
 from grpo.env.messages import Message
@@ -51,11 +52,11 @@ def weights(policy) -> dict[str, torch.Tensor]:
 
 def read(module, groups) -> list[str | None]:
     """Return what the teacher reads before the first token of each row; None for rows that are out."""
-    tokens = module.assigned(batch_of(groups))
+    tokens = assigned(module, batch_of(groups))
     judged = (tokens.teaching > 0).any(1).tolist()
-    tokenizer = module.rollouts.renderer.tokenizer
-    prompts = [tokenizer.decode(prompt) for prompt, _ in module.read.sequences()]
-    assert [rest for _, rest in module.read.sequences()] == [rest for _, rest in tokens.sequences()]
+    tokenizer = module.parts["teacher"].rollouts.renderer.tokenizer
+    prompts = [tokenizer.decode(prompt) for prompt, _ in module.parts["teacher"].reads.sequences()]
+    assert [rest for _, rest in module.parts["teacher"].reads.sequences()] == [rest for _, rest in tokens.sequences()]
     return [prompt if judge else None for prompt, judge in zip(prompts, judged, strict=True)]
 
 
@@ -127,7 +128,7 @@ def test_a_prompt_that_is_too_long_is_out(toy, renderer, groups):
     lengthy = replace(groups[0][1], example={"hint": "7 " * room})
     module = taught(policy, Itself(column="hint"), renderer, **teaching())
     assert read(module, [[lengthy, replace(lengthy, example={"hint": "7"})]])[0] is None
-    assert len(module.read.ids[0]) < room
+    assert len(module.parts["teacher"].reads.ids[0]) < room
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
@@ -138,9 +139,9 @@ def test_scores_are_those_of_the_longer_prompt_alone(toy, renderer, groups, layo
     turns = [talk(renderer, *more, value=1.0), talk(renderer, *more, value=1.0, pages=True)]
     policy = lora(toy)
     module = taught(policy, Itself(start, context="sibling"), renderer, layout=layout, **teaching())
-    tokens = module.assigned(batch_of([groups[0], turns]))
+    tokens = assigned(module, batch_of([groups[0], turns]))
     assert tokens.turn.amax(1).tolist() == [0, 0, 0, 1, 0, 1]  # two turns in one row, or in two
-    scores, prompts = module.judged(tokens), module.read.sequences()
+    scores, prompts = module.parts["teacher"].judged(tokens), module.parts["teacher"].reads.sequences()
     # the last page: no sibling has seen it
     assert (tokens.teaching > 0).any(1).tolist() == [True] * 5 + [False] and not scores[5].any()
     for r, (prompt, ids) in enumerate(prompts[:5]):
@@ -215,7 +216,10 @@ def test_the_mean_compares_with_its_own_head_and_a_checkpoint_restores_it(toy, r
     saved = {name: p.clone() for name, p in teacher.state_dict().items()}
     (mean := fresh(toy)).load_state_dict(saved, strict=False)
     gap = policy.get_output_embeddings().weight - mean.get_output_embeddings().weight
-    exact, sequences = [], zip(batch_of(groups[:1]).tokens.sequences(), module.read.sequences(), strict=True)
+    exact, sequences = (
+        [],
+        zip(batch_of(groups[:1]).tokens.sequences(), module.parts["teacher"].reads.sequences(), strict=True),
+    )
     for (prompt, ids), (longer, _) in sequences:
         exact.append(jsd(plainly(policy, prompt, ids), plainly(mean, longer, ids)))
     metrics = module.training_step(batch_of(groups[:1]), 0)

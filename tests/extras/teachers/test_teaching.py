@@ -9,7 +9,7 @@ from conftest import preset
 
 from grpo.extras.teachers.distillation import iw_opd, topd, vopd
 from grpo.extras.teachers.server import Likeliest
-from grpo.extras.teachers.teaching import Teaching, coarse, forward, jsd, reverse, sampled
+from grpo.extras.teachers.teaching import Imitation, Teaching, coarse, forward, jsd, reverse, sampled
 from grpo.objectives.trial import random_batch
 from grpo.system.errors import UserError
 
@@ -200,6 +200,13 @@ def test_advantages_are_made_once_for_a_rollout():
     loss = teaching.of_sampled(logprobs, batch.old_logprobs, fixed)
     torch.testing.assert_close(loss, (logprobs - batch.old_logprobs).exp() * fixed.divergence)
     assert not fixed.divergence.requires_grad and Teaching(1.0).fixed(batch) is batch
+
+
+def test_a_choice_of_a_teacher_makes_the_terms_of_the_loss():
+    """Their keys are those of the algorithm, with the defaults of the code; without a teacher they are no terms."""
+    algorithm, plain = preset("teacher=tokens"), preset()
+    assert (algorithm.imitation, algorithm.teacher) == (Imitation(), Teaching()) and not algorithm.others
+    assert (plain.imitation, plain.teacher) == (None, None) and not plain.others
 
 
 def test_presets_have_their_constants():

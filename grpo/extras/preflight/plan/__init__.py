@@ -77,9 +77,9 @@ def duration(seconds: float) -> str:
 
 def teacher_words(probe: Probe) -> str:
     """Return a teacher in words, as `teacher: FOLDER, divergence sampled, coef 1`; empty if there is none."""
-    if (teacher := getattr(probe.module, "teacher", None)) is None:
+    if (lessons := getattr(probe.module, "parts", {}).get("teacher")) is None:
         return ""
-    of = probe.module.algorithm.teacher
+    teacher, of = lessons.teacher, lessons.teaching
     name = getattr(getattr(teacher, "pretrained", None), "path", type(teacher).__name__.lower())
     return f"teacher: {name}, divergence {function_name(of.divergence)}, coef {of.coef:g}" if of.coef else ""
 
