@@ -42,13 +42,9 @@ NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is co
 SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 NAME = re.compile(r"\b(?:grpo|tasks)(?:\.\w+)+")  # of a module, or of what is in it
-SLOTS = {  # of conf/, which an earlier version filled itself: by the class that has them, the name and the value of each
-    "grpo.training.callbacks.checkpoint.Checkpoint": {
-        "card": {"_target_": "grpo.extras.export.model_card.write_card", "_partial_": True}
-    },
-    "grpo.models.pretrained.Pretrained": {
-        "quantizer": {"_target_": "grpo.extras.quantized.quantized.quantize", "_partial_": True}
-    },
+SLOTS = {  # of conf/, which an earlier version filled itself: by class, the name of its slot, and the function in it
+    "grpo.training.callbacks.checkpoint.Checkpoint": ("card", "grpo.extras.export.model_card.write_card"),
+    "grpo.models.pretrained.Pretrained": ("quantizer", "grpo.extras.quantized.quantized.quantize"),
 }
 MISSING = object()
 
@@ -238,9 +234,8 @@ def with_slots(node: Any) -> Any:
     """Return a part of a configuration with the slots of its classes that it lacks, which it gets in place."""
     for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         with_slots(inner)
-    if isinstance(node, dict):
-        for name, value in SLOTS.get(str(node.get("_target_")), {}).items():
-            node.setdefault(name, value)
+    if isinstance(node, dict) and (slot := SLOTS.get(str(node.get("_target_")))):
+        node.setdefault(slot[0], {"_target_": slot[1], "_partial_": True})
     return node
 
 

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def auto_engine(path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bound | None = None) -> Engine:
     """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
 
-    path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`. The built-in engine needs none
-    of them, since it samples from the model being trained.
+    path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`. The built-in engine needs
+    none of them, since it samples from the model being trained.
     """
     has = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
     if missing := [name for name in has if not has[name]]:

@@ -1,4 +1,5 @@
-"""Settings of sampling that only vLLM's engines take: the form of a completion, and some parameters of vLLM's requests."""
+"""Settings of sampling that only vLLM's engines take: the form of a completion, and some parameters of vLLM's
+requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

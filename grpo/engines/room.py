@@ -11,8 +11,8 @@ MOST = 0.9  # of a device
 class Room:
     """All in bytes, of one device. total: that it has. update, rollout: what the trainer holds in each phase.
 
-    weights: those of the engine. sequence: the keys and values of the longest sequence; cache: those of a whole rollout of such
-    sequences. may_sleep: whether the engine has nothing to do during an update.
+    weights: those of the engine. sequence: the keys and values of the longest sequence; cache: those of a
+    whole rollout of such sequences. may_sleep: whether the engine has nothing to do during an update.
     """
 
     total: int
@@ -26,8 +26,9 @@ class Room:
     def share(self, sleeps: bool | None) -> tuple[float, bool]:
         """Return the share of the device that the engine takes, and whether it sleeps during updates.
 
-        It takes what an update leaves, at most what it can use. If that holds fewer than SEQUENCES sequences, it sleeps
-        during updates, and takes what a rollout leaves. sleeps: whether it does so in any case, or never; None: if it must.
+        It takes what an update leaves, at most what it can use. If that holds fewer than SEQUENCES sequences,
+        it sleeps during updates, and takes what a rollout leaves. sleeps: whether it does so in any case, or
+        never; None: if it must.
         """
         wanted = self.weights + WORK + self.cache
         if sleeps is None:

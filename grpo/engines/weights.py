@@ -1,4 +1,5 @@
-"""Reads from a Hugging Face model what an engine needs: the tensors of its checkpoint, and the ids that end a completion.
+"""Reads from a Hugging Face model what an engine needs: the tensors of its checkpoint, and the ids that end a
+completion.
 
 Knows nothing of vLLM: a trainer that sends weights over a network uses it too.
 """
@@ -23,7 +24,8 @@ BUCKET = 1 << 28  # bytes of weights handed over at once; a larger tensor goes a
 
 
 def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
-    """Return the ids that end a completion: from generation_config.json (a chat model often has several), else `default`."""
+    """Return the ids that end a completion: from generation_config.json (a chat model often has several),
+    else `default`."""
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the folder has none
@@ -33,10 +35,12 @@ def eos_token_ids(path: str, default: int | list[int] | None) -> list[int]:
 
 
 def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors as in the base model's checkpoint; a PEFT adapter is merged into copies, one layer at a time.
+    """Yield names and tensors as in the base model's checkpoint; a PEFT adapter is merged into copies, one
+    layer at a time.
 
-    Merging in place and undoing it is not exact in floating point: the trainer's weights would drift. The tensors of a sharded
-    model are whole, one at a time, so all ranks must take them; they have the number type of the model's files.
+    Merging in place and undoing it is not exact in floating point: the trainer's weights would drift. The
+    tensors of a sharded model are whole, one at a time, so all ranks must take them; they have the number
+    type of the model's files.
     """
 
     base = without_adapter(model)
@@ -47,7 +51,8 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     @lru_cache(maxsize=1)
     def merged(owner: str) -> nn.Module:
-        """A copy of a layer with all its adapters: those of experts are nested, one for each of their parameters."""
+        """A copy of a layer with all its adapters: those of experts are nested, one for each of their
+        parameters."""
         part = base.get_submodule(owner)
         copies = {id(p): nn.Parameter(whole(p), False) for p in part.parameters()} if is_sharded(model) else {}
         layer = dequantize(deepcopy(part, copies))
@@ -76,7 +81,8 @@ def checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `checkpoint` with the names and shapes of the model's files, as vLLM's loaders know them.
+    """Yield the tensors of `checkpoint` with the names and shapes of the model's files, as vLLM's loaders
+    know them.
 
     transformers may hold the experts of a mixture in one tensor, where the files have one for each expert.
     """

@@ -24,11 +24,12 @@ def as_dicts(
     way: Callable[[Written], Written] | None = None,
     how: Mapping[str, bool] | None = None,
 ) -> list[Written]:
-    """Return messages in the form that chat templates take. A call whose id is not nine letters or digits, as Mistral's templates
-    want it, gets one made of its place. An answer gets the id of its call.
+    """Return messages in the form that chat templates take. A call whose id is not nine letters or digits, as
+    Mistral's templates want it, gets one made of its place. An answer gets the id of its call.
 
-    way: rewrites a message of the policy with its thought; a last message is left as it is, since it is continued.
-    how: how calls are written. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's.
+    way: rewrites a message of the policy with its thought; a last message is left as it is, since it is
+    continued. how: how calls are written. text: arguments as JSON text. empty: no content beside a call.
+    named: ids as Kimi's.
     """
     how = how or {}
     dicts = [message.as_dict() for message in messages]

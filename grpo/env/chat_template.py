@@ -20,12 +20,13 @@ ENOUGH = "It is three."  # an answer with which a template is tried
 
 
 class TemplateRenderer:
-    """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base model expects.
+    """Renders with the tokenizer's own chat template; a tokenizer without one gets the plain text, as a base
+    model expects.
 
-    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: a longer prompt keeps this
-    many tokens, those at its end; None: all. template_args: further variables of the template, as enable_thinking.
-    date: the day for templates that write the date, as 2026-01-31; None for today's. It reads no calls of tools:
-    subclasses do.
+    A conversation that ends with an assistant message is continued, not answered (a prefill). keep: a longer
+    prompt keeps this many tokens, those at its end; None: all. template_args: further variables of the
+    template, as enable_thinking. date: the day for templates that write the date, as 2026-01-31; None for
+    today's. It reads no calls of tools: subclasses do.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class TemplateRenderer:
             self._check_template()
 
     def with_args(self, template_args: Mapping[str, Any]) -> Self:
-        """Return a renderer with further variables of the template. Raises UserError for names that are not variables."""
+        """Return a renderer with further variables of the template. Raises UserError for names that are not
+        variables."""
         if taken := template_args.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise UserError(f"chat_template_kwargs has {', '.join(sorted(taken))}: give variables of the template")
         merged = self.template_args | dict(template_args)
@@ -57,7 +59,8 @@ class TemplateRenderer:
         raise UserError("this task has tools, and this renderer reads no calls of them: set renderer=default")
 
     def _check_template(self) -> None:
-        """Raises UserError if two questions become the same tokens. A template that refuses a lone question is not tried."""
+        """Raises UserError if two questions become the same tokens. A template that refuses a lone question
+        is not tried."""
         try:
             first, second = (
                 self._encoded(self._text([Message("user", q)])) for q in ("How many are 1 + 2?", "A bird?")
@@ -81,8 +84,8 @@ class TemplateRenderer:
         return ids if self.keep is None or len(ids) <= self.keep else fresh[-self.keep :]
 
     def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
-        """Yield (text of a prompt, whether the tokenizer adds special tokens to it) for every way in which the template takes
-        thoughts, the best first. A template writes special tokens itself."""
+        """Yield (text of a prompt, whether the tokenizer adds special tokens to it) for every way in which
+        the template takes thoughts, the best first. A template writes special tokens itself."""
         if isinstance(messages, str):
             yield messages, True
         elif self.tokenizer.chat_template is None:
@@ -95,7 +98,8 @@ class TemplateRenderer:
                     yield self._written(written, tools), False
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), before: Sequence[int] | None = None) -> Message:
-        """Return the policy's message. before: the ids of its prompt; None: a prompt ends as the template ends one."""
+        """Return the policy's message. before: the ids of its prompt; None: a prompt ends as the template
+        ends one."""
         given = left_open(self._begun) if before is None else self._left_open(before)
         dropped = self._unread(tools)
         text = given + self._thoughts.read(self._decoded([i for i in ids if i not in dropped]))
@@ -110,15 +114,16 @@ class TemplateRenderer:
         return self._special - self._tags
 
     def _left_open(self, prompt: Sequence[int]) -> str:
-        """Return the thought that a prompt leaves open, with its tag: in the policy's turn, where the template marks it, or at
-        its very end; nothing if none is."""
+        """Return the thought that a prompt leaves open, with its tag: in the policy's turn, where the
+        template marks it, or at its very end; nothing if none is."""
         text, mark = self._thoughts.read(self._decoded(prompt)), self._begun.partition(OPENED)[0]
         known = (mark and mark in text) or text.rstrip().endswith(OPENED)
         return left_open(text.rpartition(mark)[2] if mark else text) if known else ""
 
     @cached_property
     def _begun(self) -> str:
-        """The beginning of the policy's turn, as the template writes it after a question; empty if it refuses a lone question."""
+        """The beginning of the policy's turn, as the template writes it after a question; empty if it refuses
+        a lone question."""
         try:
             asked, question = (self._written(as_dicts(ASKED), ask=ask) for ask in (True, False))
         except UserError:
@@ -126,9 +131,10 @@ class TemplateRenderer:
         return self._thoughts.read(asked.removeprefix(question)) if asked.startswith(question) else ""
 
     def answer_ids(self, message: Message) -> tuple[int, ...]:
-        """Return a message of the policy as it would sample it: what the template writes after a prompt, up to the token that
-        ends a message. Without a template, that is the text and the end of a sequence. Where prompts leave a thought open, it
-        continues with the message's thought, or closes an empty one; where they close it, the message's thought is left out."""
+        """Return a message of the policy as it would sample it: what the template writes after a prompt, up
+        to the token that ends a message. Without a template, that is the text and the end of a sequence.
+        Where prompts leave a thought open, it continues with the message's thought, or closes an empty one;
+        where they close it, the message's thought is left out."""
         text = message.content if self.tokenizer.chat_template is None else self._after_prompt(message)
         ids, end = self._encoded(text.rstrip()), self.tokenizer.eos_token_id
         return ids if end is None or (ids and ids[-1] in self._special) else (*ids, end)
@@ -176,8 +182,8 @@ class TemplateRenderer:
     def _written(
         self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), ask: bool = True, closed: bool = False
     ) -> str:
-        """A conversation as the template writes it. ask: it ends where the policy's next words begin. closed: a last message of
-        the policy is over, not continued."""
+        """A conversation as the template writes it. ask: it ends where the policy's next words begin. closed:
+        a last message of the policy is over, not continued."""
         prefill = messages[-1]["role"] == "assistant" and not closed
         try:
             return self.tokenizer.apply_chat_template(
@@ -233,7 +239,8 @@ class TemplateRenderer:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
 
     def _extended(self, before: tuple[int, ...], fresh: tuple[int, ...]) -> tuple[int, ...]:
-        """`before` and the ids of what follows it in the text of `fresh`; or `fresh`, where this is not the same text."""
+        """`before` and the ids of what follows it in the text of `fresh`; or `fresh`, where this is not the
+        same text."""
         text = self._decoded(fresh)  # not the template's: a tokenizer may normalize what it reads, as Qwen's does
         ids = before + self._encoded(text[len(self._decoded(before)) :])
         return ids if self._decoded(ids) == text else fresh
@@ -265,7 +272,8 @@ class TemplateRenderer:
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Return a text's token ids. Raises UserError for a token without a row in the model's embedding (`Pretrained.tokenizer`)."""
+    """Return a text's token ids. Raises UserError for a token without a row in the model's embedding
+    (`Pretrained.tokenizer`)."""
     text = text.encode(errors="replace").decode()  # programs may send half of a surrogate pair
     ids = tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
     if strangers := getattr(tokenizer, "without_row", {}).keys() & set(ids):

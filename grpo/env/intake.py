@@ -52,21 +52,24 @@ def state_of(state: Any) -> State:
 
 
 def reward_of(reward: Any) -> Reward:
-    """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is none."""
+    """Return a reward in Python's own numbers, which can be written as JSON. Raises an exception if it is
+    none."""
     parts = {name: float(value) for name, value in reward.parts.items()}
     more = {name: getattr(reward, name) for name in ("outcome", "advantage", "extra") if hasattr(reward, name)}
     return Reward(float(reward.value), bool(reward.correct), parts, **more)
 
 
 def next_of(result: Any) -> State | Reward | None:
-    """Return what `step` gave: the next state, the reward with which the episode ends, or None if it ends without one."""
+    """Return what `step` gave: the next state, the reward with which the episode ends, or None if it ends
+    without one."""
     if result is None:
         return None
     return reward_of(result) if hasattr(result, "value") else state_of(result)
 
 
 def observation(state: State) -> str:
-    """Return what is new to the policy in a state: the texts since its last message, or the prompt that stands for them."""
+    """Return what is new to the policy in a state: the texts since its last message, or the prompt that
+    stands for them."""
     if state.prompt is not None:
         return str(state.prompt)
     new = takewhile(lambda message: message.role != "assistant", reversed(state.messages))

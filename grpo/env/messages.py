@@ -38,11 +38,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """content: the text; in the policy's messages, everything but well-formed calls. name: in a tool's message, the tool.
+    """content: the text; in the policy's messages, everything but well-formed calls. name: in a tool's
+    message, the tool.
 
-    error: in the policy's message, why a call could not be read (its text is then in the content); in a tool's message, why
-    the call failed. The policy does not see it. given: the beginning of the content that stands in the prompt, which is a thought
-    that the prompt leaves open.
+    error: in the policy's message, why a call could not be read (its text is then in the content); in a
+    tool's message, why the call failed. The policy does not see it. given: the beginning of the content that
+    stands in the prompt, which is a thought that the prompt leaves open.
     """
 
     role: Role
@@ -58,13 +59,15 @@ class Message:
         return self.content.removeprefix(self.given)
 
     def before(self, stop: Sequence[str]) -> tuple[Self, str | None]:
-        """Return the message before the first stop text that was sampled, and that text; the same and None if there is none."""
+        """Return the message before the first stop text that was sampled, and that text; the same and None if
+        there is none."""
         text, word = cut(self.sampled, stop)
         return (self, None) if word is None else (replace(self, content=self.given + text), word)
 
     @property
     def reasoning_content(self) -> str | None:
-        """The thought that the policy's message begins with, without its tags; None without one. The content holds it too."""
+        """The thought that the policy's message begins with, without its tags; None without one. The content
+        holds it too."""
         thought = parted(self.content)[0] if self.role == "assistant" else None
         return None if thought is None else thought.strip()
 
@@ -76,7 +79,8 @@ class Message:
 
 
 class MessageLike(Protocol):
-    """A message of any class, which `message_of` converts. A `Message` also has tool_calls, name and error."""
+    """A message of any class, which `message_of` converts. A `Message` also has tool_calls, name and
+    error."""
 
     @property
     def role(self) -> str:
@@ -94,15 +98,16 @@ def shown(value: Any, most: int = 80) -> str:
 
 
 def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
-    """Return a text before the first stop text in it, and that stop text; the whole text and None if it has none."""
+    """Return a text before the first stop text in it, and that stop text; the whole text and None if it has
+    none."""
     places = [(text.index(word), word) for word in stop if word in text]
     place, word = min(places, default=(len(text), None), key=lambda match: match[0])
     return text[:place], word
 
 
 def message_of(message: Any) -> Message:
-    """Converts a `Message`, an object with role and content, or a dict as chat templates take it. Surrogates that UTF-8 cannot
-    encode are replaced. Raises TypeError for anything else."""
+    """Converts a `Message`, an object with role and content, or a dict as chat templates take it. Surrogates
+    that UTF-8 cannot encode are replaced. Raises TypeError for anything else."""
 
     def part(name: str, default: Any = None) -> Any:
         return message.get(name, default) if isinstance(message, Mapping) else getattr(message, name, default)

@@ -14,7 +14,8 @@ UNKNOWN = Reward(math.nan, False)
 
 
 def scores_groups(task: Task) -> bool:
-    """Whether the task scores a group together. The most derived class decides; if it has both methods, the group's wins."""
+    """Whether the task scores a group together. The most derived class decides; if it has both methods, the
+    group's wins."""
     for owner in type(task).__mro__:
         if "score_group" in vars(owner) or "score" in vars(owner):
             return "score_group" in vars(owner)
@@ -24,7 +25,8 @@ def scores_groups(task: Task) -> bool:
 def score_group(
     task: Task, example: Example, trajectories: Sequence[Trajectory], envs: Sequence[Any] = ()
 ) -> list[Reward]:
-    """Return the rewards of one example's samples: those of `task.score_group`, else of `task.score`, else of the environments.
+    """Return the rewards of one example's samples: those of `task.score_group`, else of `task.score`, else of
+    the environments.
 
     envs: the environments, for a method that names them. Raises RewardError if a method returns no `Reward`.
     """

@@ -1,9 +1,10 @@
-"""Thoughts: the block of <think> that a policy's message begins with, and the ways in which chat templates take it.
+"""Thoughts: the block of <think> that a policy's message begins with, and the ways in which chat templates
+take it.
 
-A message keeps its whole thought in its text. Where a prompt leaves a thought open, the message begins with what the prompt has
-of it, so that whoever reads the text knows. Some templates (Qwen 3.8) read a thought from a field of its own. Which ways a
-template understands is found by trying. A thought that the model marks in another way has the usual tags in a message, and its
-own in a prompt.
+A message keeps its whole thought in its text. Where a prompt leaves a thought open, the message begins with
+what the prompt has of it, so that whoever reads the text knows. Some templates (Qwen 3.8) read a thought from
+a field of its own. Which ways a template understands is found by trying. A thought that the model marks in
+another way has the usual tags in a message, and its own in a prompt.
 """
 
 import re
@@ -20,11 +21,13 @@ class Manner(Protocol):
     """A way to pass a message of the policy on."""
 
     def __call__(self, written: Written, opening: str) -> Written:
-        """Return the message for the template. opening: the beginning of a thought that stands in the prompt."""
+        """Return the message for the template. opening: the beginning of a thought that stands in the
+        prompt."""
 
 
 def after_thoughts(text: str) -> str:
-    """Return what a message says after its thoughts, where alone answers are looked for: nothing if the last one never ends."""
+    """Return what a message says after its thoughts, where alone answers are looked for: nothing if the last
+    one never ends."""
     rest = text.rpartition(CLOSED)[2]
     return "" if OPENED in rest else rest
 
@@ -42,13 +45,15 @@ def after_thinking(text: str) -> int:
 
 
 def unopened(text: str) -> int:
-    """Return the place after a </think> that nothing opens, as in texts that others have read or written; 0 if there is none."""
+    """Return the place after a </think> that nothing opens, as in texts that others have read or written; 0
+    if there is none."""
     before, closed, _ = text.partition(CLOSED)
     return len(before + closed) if closed and OPENED not in before else 0
 
 
 def parted(text: str) -> tuple[str | None, str]:
-    """Return the thought that a message begins with, None without one, and the rest. No character is lost but the tags."""
+    """Return the thought that a message begins with, None without one, and the rest. No character is lost but
+    the tags."""
     if not (end := after_thinking(text) or unopened(text)):
         return None, text
     thought = text[: end - len(CLOSED)]
@@ -61,7 +66,8 @@ def with_thought(thought: str, text: str) -> str:
 
 
 class Tags(NamedTuple):
-    """How a model itself marks a thought. token: the first token. name: what stands after it. end: the last token."""
+    """How a model itself marks a thought. token: the first token. name: what stands after it. end: the last
+    token."""
 
     token: str = OPENED
     name: str = ""
@@ -77,7 +83,8 @@ class Tags(NamedTuple):
 
 
 def tags_of(template: str) -> Tags:
-    """Return the tags that a chat template knows: those of Gemma 4, Seed-OSS or Magistral, or else the usual ones."""
+    """Return the tags that a chat template knows: those of Gemma 4, Seed-OSS or Magistral, or else the usual
+    ones."""
     special = (
         Tags("<|channel>", "thought", "<channel|>"),
         Tags("<seed:think>", "", "</seed:think>"),
@@ -99,7 +106,8 @@ def opened(written: Written, opening: str) -> Written:
 
 
 def in_field(written: Written, opening: str, field: str, trimmed: int) -> Written:
-    """The thought in a field of its own. trimmed: 2 takes the line breaks from thought and rest, 1 from the rest, 0 from none."""
+    """The thought in a field of its own. trimmed: 2 takes the line breaks from thought and rest, 1 from the
+    rest, 0 from none."""
     thought, rest = parted(opened(written, opening)["content"])
     if thought is None:
         return written
@@ -110,7 +118,8 @@ def in_field(written: Written, opening: str, field: str, trimmed: int) -> Writte
 
 
 def in_channels(written: Written, opening: str) -> Written:
-    """As the template of gpt-oss takes it, which allows no text between a thought and a call, and writes the channels itself."""
+    """As the template of gpt-oss takes it, which allows no text between a thought and a call, and writes the
+    channels itself."""
     written = written | {
         "content": re.sub(r"<\|[a-z]+\|>", " ", written["content"])
     }  # of a message that could not be read
@@ -130,8 +139,9 @@ WAYS: tuple[Manner, ...] = (
 
 
 def oddity(history: str, thought: str, rest: str) -> int:
-    """Return how badly a template wrote a thought and what follows it: 0 if both are there, 1 if it drops the thought, 2 if a tag
-    is missing, there are two blocks, the thought stands outside of its block, or the rest is lost."""
+    """Return how badly a template wrote a thought and what follows it: 0 if both are there, 1 if it drops the
+    thought, 2 if a tag is missing, there are two blocks, the thought stands outside of its block, or the rest
+    is lost."""
     place = history.find(thought)
     broken = not history.count(OPENED) == history.count(CLOSED) <= 1 or rest not in history
     if broken or (place >= 0 and history[:place].rfind(OPENED) <= history[:place].rfind(CLOSED)):

@@ -1,7 +1,8 @@
-"""The layers that an adapter covers: PEFT's refusals with the setting that works, and the share of the weights.
+"""The layers that an adapter covers: PEFT's refusals with the setting that works, and the share of the
+weights.
 
-The base below an adapter may be quantized. A quantized layer says so by its method `dequantized`, which returns the weight,
-[out, in], that it computes with.
+The base below an adapter may be quantized. A quantized layer says so by its method `dequantized`, which
+returns the weight, [out, in], that it computes with.
 """
 
 import logging
@@ -23,7 +24,8 @@ def without_adapter(model: nn.Module) -> nn.Module:
 
 
 def refusal(error: str) -> str:
-    """Return PEFT's error in one line. error: its text, which may list the layers of a Mamba that it cannot adapt."""
+    """Return PEFT's error in one line. error: its text, which may list the layers of a Mamba that it cannot
+    adapt."""
     line = error.splitlines()[0]
     if listed := re.search(r"Incompatible modules: \{(.*?)\}", line):
         names = sorted(re.findall(r"\w+", listed[1]))
@@ -33,7 +35,8 @@ def refusal(error: str) -> str:
 
 @torch.no_grad()
 def check_adapted(policy: nn.Module) -> None:
-    """Log how much of the model an adapter covers. Raises UserError for a linear layer that does not return what it computes.
+    """Log how much of the model an adapter covers. Raises UserError for a linear layer that does not return
+    what it computes.
 
     The routers of Llama 4 and Phi-3.5 MoE return more: PEFT adapts them, and then fails when the model runs.
     """
@@ -73,6 +76,7 @@ def dequantize(model: nn.Module) -> nn.Module:
 
 
 def refuse_quantized(model: nn.Module, by: str, instead: str) -> None:
-    """Raise UserError if a layer of the model is quantized. by: the setting that refuses it. instead: what to set."""
+    """Raise UserError if a layer of the model is quantized. by: the setting that refuses it. instead: what to
+    set."""
     if any(hasattr(layer, "dequantized") for layer in model.modules()):
         raise UserError(f"{by} does not take a quantized base: set {instead}")

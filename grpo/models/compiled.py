@@ -1,4 +1,5 @@
-"""Functions of tensors that a GPU runs as compiled kernels, and that are computed operation by operation elsewhere."""
+"""Functions of tensors that a GPU runs as compiled kernels, and that are computed operation by operation
+elsewhere."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -14,8 +15,9 @@ log = logging.getLogger(__name__)
 class Compiled:
     """A function whose first argument is a tensor of rows, compiled where that is on one of `devices`.
 
-    The number of rows is symbolic, so that few graphs are made. If a graph cannot be made (no compiler, an error of it, too many
-    graphs), a warning has the reason, and the function is called as it is from then on. Mutable: failed.
+    The number of rows is symbolic, so that few graphs are made. If a graph cannot be made (no compiler, an
+    error of it, too many graphs), a warning has the reason, and the function is called as it is from then on.
+    Mutable: failed.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class Compiled:
         self.function, self.devices, self.backend = function, devices, backend
         self.failed = False
 
+    # pieces, not the model: its layers gain next to nothing on a CPU, and every new shape is compiled (results.md)
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         """The function that compiles itself when it is called. Made late, because it imports much."""
@@ -51,6 +54,7 @@ class Compiled:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type of an exception, or of the one that a compiler raised, and the first line of its message."""
+    """Return the type of an exception, or of the one that a compiler raised, and the first line of its
+    message."""
     error = getattr(error, "inner_exception", error)
     return " ".join(f"{type(error).__name__}: {error}".strip().splitlines()[:1])

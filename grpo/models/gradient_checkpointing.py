@@ -26,10 +26,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def recomputing(model: nn.Module, active: bool = True):
-    """A forward pass in this `with` keeps only the inputs of each layer. The gradients are the same, bit by bit.
+    """A forward pass in this `with` keeps only the inputs of each layer. The gradients are the same, bit by
+    bit.
 
-    transformers' own switch works only in training mode, where some layers have dropout, and it disables the KV cache for any
-    sampling at the same time or later. Here `forward` itself is wrapped; the end of the `with` restores the class's own.
+    transformers' own switch works only in training mode, where some layers have dropout, and it disables the
+    KV cache for any sampling at the same time or later. Here `forward` itself is wrapped; the end of the
+    `with` restores the class's own.
     """
 
     def forgotten(forward, *args, **kwargs):

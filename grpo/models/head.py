@@ -1,4 +1,5 @@
-"""The head of a language model: from hidden states to log-probabilities of tokens, with few logits in memory at a time.
+"""The head of a language model: from hidden states to log-probabilities of tokens, with few logits in memory
+at a time.
 
 Shapes: n tokens, V vocabulary.
 """
@@ -30,7 +31,8 @@ def logits_at_once(device: str) -> int:
 def token_values(
     model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets` and the entropies there, [n] each. hidden: [n, hidden]; targets: [n].
+    """Return the log-probabilities of `targets` and the entropies there, [n] each. hidden: [n, hidden];
+    targets: [n].
 
     temperature: a number, or one for each target, [n].
 
@@ -80,7 +82,8 @@ class States(BaseModelOutputWithPast):
 def after_the_decoder(model: nn.Module, hidden: Tensor, head: Given | None = None) -> Tensor:
     """Return the logits that the model's own code makes of its decoder's states, [n, V]. hidden: [n, hidden].
 
-    head: stands for the model's. Gemma caps logits, Granite divides them, Cohere multiplies them, MiniCPM divides the states.
+    head: stands for the model's. Gemma caps logits, Granite divides them, Cohere multiplies them, MiniCPM
+    divides the states.
     """
     decoder = model.get_decoder()
     instead = {decoder: Given(decoder, States(last_hidden_state=hidden[None]))}
@@ -92,7 +95,8 @@ def after_the_decoder(model: nn.Module, hidden: Tensor, head: Given | None = Non
 
 
 def with_parts(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Return a module with other parts, and leave it as it is: modules on the way to them are copied, but not their weights."""
+    """Return a module with other parts, and leave it as it is: modules on the way to them are copied, but not
+    their weights."""
     if module in instead:
         return instead[module]
     parts = {name: part if part is None else with_parts(part, instead) for name, part in module._modules.items()}
@@ -105,8 +109,9 @@ def with_parts(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> nn.
 
 @torch.no_grad()
 def factor_of(model: nn.Module, width: int) -> float | None:
-    """Return the factor between the logits of the head and those of the model, found by trying; None for another function of
-    the states. If the model's code cannot be tried, it is 1: `trusted` compares the results with the model's. width: of states.
+    """Return the factor between the logits of the head and those of the model, found by trying; None for
+    another function of the states. If the model's code cannot be tried, it is 1: `trusted` compares the
+    results with the model's. width: of states.
     """
     if "_logit_factor" in vars(model):  # it was tried before
         return vars(model)["_logit_factor"]
@@ -131,8 +136,8 @@ def factor_of(model: nn.Module, width: int) -> float | None:
 def of_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets` and the entropies, [...] float32 each. logits: [..., V]; targets: [...];
-    temperature: a number, or [...]."""
+    """Return the log-probabilities of `targets` and the entropies, [...] float32 each. logits: [..., V];
+    targets: [...]; temperature: a number, or [...]."""
     temperature = temperature.flatten() if isinstance(temperature, Tensor) else temperature
     scores = OfLogits.apply(logits.flatten(0, -2), targets.flatten(), temperature, entropy_gradient)
     return tuple(values.view(targets.shape) for values in scores)
@@ -147,8 +152,8 @@ def is_one_matrix(head: nn.Module) -> bool:
 class OfTokens(Function):
     """`of_logits` of a plain head, with gradients written by hand.
 
-    Autograd would make a gradient of the whole matrix for each chunk. Here the matrix has one, to which each chunk adds, and at
-    most one chunk of logits is kept. dtype: of the products, which autocast may choose.
+    Autograd would make a gradient of the whole matrix for each chunk. Here the matrix has one, to which each
+    chunk adds, and at most one chunk of logits is kept. dtype: of the products, which autocast may choose.
     """
 
     @staticmethod

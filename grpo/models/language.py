@@ -1,4 +1,5 @@
-"""The language model in a multimodal one, which is loaded and saved whole: only what reads and writes text is trained."""
+"""The language model in a multimodal one, which is loaded and saved whole: only what reads and writes text is
+trained."""
 
 from collections.abc import Iterator
 
@@ -12,7 +13,8 @@ from transformers import (
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Return whether this is the configuration of a model that reads images too, as Qwen3.5, Gemma 3 4B and Gemma 4."""
+    """Return whether this is the configuration of a model that reads images too, as Qwen3.5, Gemma 3 4B and
+    Gemma 4."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
 
 
@@ -22,7 +24,8 @@ def loader_of(config: PretrainedConfig) -> type:
 
 
 def beside_language(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the modules in which a multimodal model reads what is not text; none for a language model."""
+    """Yield the names of the modules in which a multimodal model reads what is not text; none for a language
+    model."""
     if not is_multimodal(model.config):
         return
     language = {*model.get_decoder().modules(), model.get_output_embeddings()}

@@ -1,8 +1,9 @@
 """Masters: float32 copies of parameters, which the optimizer updates.
 
-16-bit parameters need them: rounding loses a step below half the distance to the next number. In bfloat16 that distance is
-1/256 to 1/128 of a weight, and a step of AdamW is about the learning rate (arXiv 1710.03740 sec. 3.1). With offloading every
-parameter has a master: the masters, their gradients and the optimizer's state stay in the CPU's memory (arXiv 2101.06840).
+16-bit parameters need them: rounding loses a step below half the distance to the next number. In bfloat16
+that distance is 1/256 to 1/128 of a weight, and a step of AdamW is about the learning rate (arXiv 1710.03740
+sec. 3.1). With offloading every parameter has a master: the masters, their gradients and the optimizer's
+state stay in the CPU's memory (arXiv 2101.06840).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +22,13 @@ def with_masters(
     make_optimizer: Callable[[list[tuple[str, Tensor]]], Optimizer],
     offload: bool = False,
 ) -> Optimizer:
-    """Return make_optimizer's optimizer of float32 masters for the 16-bit parameters, and of the other parameters themselves.
+    """Return make_optimizer's optimizer of float32 masters for the 16-bit parameters, and of the other
+    parameters themselves.
 
-    offload: every parameter has a master, on the CPU.
-    A backward pass adds to the masters' gradients, in float32, and leaves none on the parameters. A step copies the masters
-    into the parameters' own storage. The state_dict contains the masters; loading one without them does not change them. A
-    parameter can have only one such optimizer, ever. DistributedDataParallel finds no gradients to sum.
+    offload: every parameter has a master, on the CPU. A backward pass adds to the masters' gradients, in
+    float32, and leaves none on the parameters. A step copies the masters into the parameters' own storage.
+    The state_dict contains the masters; loading one without them does not change them. A parameter can have
+    only one such optimizer, ever. DistributedDataParallel finds no gradients to sum.
     """
     masters = {
         p: nn.Parameter(p.detach().to("cpu" if offload else p.device, torch.float32, copy=True))
@@ -37,6 +39,7 @@ def with_masters(
     if not masters:
         return optimizer
 
+    # not float32 parameters under autocast: every pass would cast every weight, and need both
     def lift(p: Tensor) -> None:  # runs in the backward pass, so that only one parameter has a gradient at a time
         master, grad = masters[p], p.grad.to(masters[p].device)
         if master.grad is None:

@@ -1,9 +1,12 @@
-"""Attention by plan: one row holds many sequences without padding, and a plan says which tokens each token attends to.
+"""Attention by plan: one row holds many sequences without padding, and a plan says which tokens each token
+attends to.
 
-A transformers model looks up its attention function by name. In `attending` that name is ours, and `model(..., plan=plan)`
-passes the plan to every layer. `pack` makes the plan of a batch. Knows nothing of losses or sampling.
+A transformers model looks up its attention function by name. In `attending` that name is ours, and
+`model(..., plan=plan)` passes the plan to every layer. `pack` makes the plan of a batch. Knows nothing of
+losses or sampling.
 
-Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H heads, K key heads.
+Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H
+heads, K key heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +45,8 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Return the output, [1, T, H, D]. query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many tokens a query sees,
-        itself included; None: all."""
+        """Return the output, [1, T, H, D]. query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many
+        tokens a query sees, itself included; None: all."""
 
 
 def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
@@ -64,8 +67,8 @@ AttentionInterface.register(NAME, by_plan)
 
 @contextmanager
 def attending(model: nn.Module, name: str = NAME):
-    """In this `with`, `model` uses the attention function of this name. Ours follows the plan that the model is called with:
-    `model(..., plan=plan)`."""
+    """In this `with`, `model` uses the attention function of this name. Ours follows the plan that the model
+    is called with: `model(..., plan=plan)`."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = name
@@ -76,7 +79,8 @@ def attending(model: nn.Module, name: str = NAME):
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return the output, [B, H, Q, D]. query: [B, H, Q, D]; key, value: [B, K, S, D]; mask: bool; None: causal."""
+    """Return the output, [B, H, Q, D]. query: [B, H, Q, D]; key, value: [B, K, S, D]; mask: bool; None:
+    causal."""
     if query.device.type != "cpu" and mask is not None and key.shape[1] != query.shape[1]:
         # on GPUs no fast kernel takes both a mask and grouped heads
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -87,9 +91,11 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: 
 
 
 class Packed:
-    """Prompts, each followed by its rows. A row sees its prompt and itself, as if it came right after. Exact for causal models.
+    """Prompts, each followed by its rows. A row sees its prompt and itself, as if it came right after. Exact
+    for causal models.
 
-    ids, positions: [1, T], for the model. starts: the index in T of the start of each prompt, then of each row, in order.
+    ids, positions: [1, T], for the model. starts: the index in T of the start of each prompt, then of each
+    row, in order.
     """
 
     def __init__(
@@ -149,8 +155,8 @@ class Packed:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return indices in T: of the prompts' tokens [N, P], of the rows' tokens [R, C], of the keys that a row sees [R, P + C];
-        and for each token of T its index in prompts and rows, flattened, [T]."""
+        """Return indices in T: of the prompts' tokens [N, P], of the rows' tokens [R, C], of the keys that a
+        row sees [R, P + C]; and for each token of T its index in prompts and rows, flattened, [T]."""
         count = len(self.prompt_lengths)
         prompts = padded_places(torch.tensor(self.starts[:count]), self.prompt_lengths)
         rows = padded_places(torch.tensor(self.starts[count:], dtype=torch.int64), self.row_lengths)
@@ -160,7 +166,8 @@ class Packed:
         return tuple(sent(index, self.device) for index in (prompts, rows, keys, back))
 
     def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
-        """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C] bool."""
+        """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C]
+        bool."""
         prompts, rows, _, _ = self.places
         p, c = torch.arange(prompts.shape[1]), torch.arange(rows.shape[1])
         length = self.prompt_lengths[self.owner, None]  # [R, 1]
@@ -183,13 +190,14 @@ class Kernel(Protocol):
     failed: str  # why it is no longer used in this process; empty as long as it works
 
     def padding(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
-        """Return how many tokens the packed row of these prompts and rows lacks to a length that the kernel takes."""
+        """Return how many tokens the packed row of these prompts and rows lacks to a length that the kernel
+        takes."""
 
     def attend(
         self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor | None:
-        """Return the output, [1, H, T, D]; None if it fails, after a warning. Shapes as in `AttentionPlan`. It may keep
-        the mask of each window in plan.masks."""
+        """Return the output, [1, H, T, D]; None if it fails, after a warning. Shapes as in `AttentionPlan`.
+        It may keep the mask of each window in plan.masks."""
 
     def objection(self, model: nn.Module, layout: str, compare: Callable[..., str]) -> str:
         """Return why it must not be used for a model; empty if it agrees. compare: see `packing.Compare`."""
@@ -207,7 +215,8 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
 
 def pack(batch: TokenBatch, share: bool, kernel: Kernel | None = None) -> tuple[Packed, Tensor]:
-    """Return all rows as one sequence, and in it the index of the token before each sampled one, [n], ordered as `batch.mask`.
+    """Return all rows as one sequence, and in it the index of the token before each sampled one, [n], ordered
+    as `batch.mask`.
 
     A row ends with the token before its last sampled one, since later tokens predict nothing that is needed.
     """
@@ -218,6 +227,7 @@ def pack(batch: TokenBatch, share: bool, kernel: Kernel | None = None) -> tuple[
         prompts.append(prompt)
         rows.append(completion[:end])
         together.setdefault(prompt if share else r, []).append(r)
+    # not flash_attn's varlen: there a row is one interval of keys, and here it sees its group's prompt too
     shared, rest = [], []  # of each group: the tokens that its rows share, and those of each row after them
     for members in together.values():
         prompt, several = prompts[members[0]], len(members) > 1

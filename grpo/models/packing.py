@@ -1,4 +1,5 @@
-"""Chooses which rows go through the model together, and the layout in which the model's results are correct."""
+"""Chooses which rows go through the model together, and the layout in which the model's results are
+correct."""
 
 import logging
 from collections import defaultdict
@@ -30,10 +31,12 @@ FEW = (9, 5)  # tokens of the prompts on which layouts are compared
 def in_microbatches(
     batch: TokenBatch, rows: Tensor, layout: Layout, max_tokens: int, model: nn.Module | None = None
 ) -> list[tuple[Tensor, TokenBatch]]:
-    """Return the microbatches of these rows: the indices, [b], on their device, and the rows. rows: their indices, [n]. model:
-    where its parameters are shared out, all ranks get the same number, some of them with a silent row.
+    """Return the microbatches of these rows: the indices, [b], on their device, and the rows. rows: their
+    indices, [n]. model: where its parameters are shared out, all ranks get the same number, some of them with
+    a silent row.
 
-    The host waits for the device here and not between microbatches: it packs one while the device works on those before.
+    The host waits for the device here and not between microbatches: it packs one while the device works on
+    those before.
     """
     found: list[tuple[Tensor, TokenBatch]] = []
     if len(rows):
@@ -47,7 +50,8 @@ def in_microbatches(
 
 
 def with_host(batch: TokenBatch) -> TokenBatch:
-    """Return the batch with a copy of its ids, masks and samples in the host's memory, if it is on a device."""
+    """Return the batch with a copy of its ids, masks and samples in the host's memory, if it is on a
+    device."""
     if batch.ids.device.type == "cpu":
         return batch
     parts = batch.ids, batch.attention_mask, batch.passed().mask, batch.sample[:, None]
@@ -57,8 +61,8 @@ def with_host(batch: TokenBatch) -> TokenBatch:
 
 
 def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:
-    """Return the rows' indices, [b] each, in the host's memory, in pieces of at most `max_tokens` seen tokens: longest first,
-    equal prompts together.
+    """Return the rows' indices, [b] each, in the host's memory, in pieces of at most `max_tokens` seen
+    tokens: longest first, equal prompts together.
 
     A longer row is a piece of its own.
     """
@@ -74,6 +78,7 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
     def size(members: Sequence[int]) -> int:
         return tokens_seen([rows[r] for r in members], layout)
 
+    # by tokens, not by so many rows: answers differ tenfold in length, and memory grows with tokens
     pieces: list[list[int]] = [[]]
     for members in sorted(groups.values(), key=size, reverse=True):
         if size(members) <= max_tokens < size([*pieces[-1], *members]):  # keep them together in the next piece
@@ -97,10 +102,11 @@ def tokens_seen(rows: Sequence[tuple[int, int, int]], layout: Layout) -> int:
 
 
 def trusted(model: nn.Module, layout: Layout, compare: Compare | None = None) -> tuple[Layout, Kernel | None]:
-    """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few tokens.
+    """Return the layout to use for `model`, and its kernel: `layout`, or padded if the two disagree on a few
+    tokens.
 
-    This finds models that need more of attention than a plan supports, and models with a recurrent state. compare: describes the
-    disagreement; None: of log-probabilities.
+    This finds models that need more of attention than a plan supports, and models with a recurrent state.
+    compare: describes the disagreement; None: of log-probabilities.
     """
     if far := [f"{size:,}" for size in probe_sizes(model) if size > LONGEST]:
         line = "%s: layers may change after %s tokens; layouts are compared on shorter rows"
@@ -124,7 +130,8 @@ def trusted(model: nn.Module, layout: Layout, compare: Compare | None = None) ->
 
 
 def padding_error(model: nn.Module) -> str:
-    """Describe the error of a few rows' log-probabilities in the padded layout, against the same rows alone."""
+    """Describe the error of a few rows' log-probabilities in the padded layout, against the same rows
+    alone."""
 
     def error(lengths: tuple[int, int], bound: float) -> str:
         batch = few_tokens(model, lengths)
@@ -150,8 +157,8 @@ def disagreement(model: nn.Module, layout: Layout, kernel: Kernel | None) -> str
 
 
 def error_in(model: nn.Module, got: Tensor, exact: Tensor, bound: float = 1e-4) -> str:
-    """Describe by how much log-probabilities differ. Empty if each error is at most the bound in float32, or their mean at most
-    0.1 in 16 bits."""
+    """Describe by how much log-probabilities differ. Empty if each error is at most the bound in float32, or
+    their mean at most 0.1 in 16 bits."""
     gaps = (got - exact).abs()
     # in 16 bits, neighbouring numbers are 0.06 to 0.25 apart if logits are large
     is_exact = computes_in(model) == torch.float32
@@ -168,7 +175,8 @@ def row_alone(batch: TokenBatch, row: int) -> TokenBatch:
 
 
 def few_tokens(model: nn.Module, lengths: tuple[int, int] = FEW) -> TokenBatch:
-    """Return random tokens, a batch of 5 rows: three of one prompt of 9 tokens, two of a prompt of 5; 1 to 7 tokens follow.
+    """Return random tokens, a batch of 5 rows: three of one prompt of 9 tokens, two of a prompt of 5; 1 to 7
+    tokens follow.
 
     lengths: of other prompts, the longer one first, with one row each.
     """

@@ -43,6 +43,7 @@ class Reference:
 
     def __init__(self, policy: nn.Module, moves: bool = False) -> None:
         self.policy, self.moves = policy, moves
+        # no copy where an adapter learns: below it stands the policy as it was
         self.copy = None if moves or hasattr(policy, "peft_config") else frozen_copy(policy)
         self.begin()
 

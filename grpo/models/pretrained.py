@@ -31,11 +31,12 @@ Bits = Literal["4bit", "8bit"]
 class Pretrained:
     """A model by folder or hub id (path), and how to load it. The folder of a PEFT adapter names its base.
 
-    dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in float16 the
-    loss has a scale. quantization: of the base of an adapter; quantizer: what stores it so, in place, called with the
-    model and the quantization. chat_template: None for the tokenizer's, a file with another one, or "none" for prompts of
-    plain text, for a base model. kernels: of a policy that learns on a GPU, see grpo/extras/kernels/liger.py; auto:
-    Liger's if they are installed. called: the group of its keys, in errors.
+    dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in
+    float16 the loss has a scale. quantization: of the base of an adapter; quantizer: what stores it so, in
+    place, called with the model and the quantization. chat_template: None for the tokenizer's, a file with
+    another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a
+    GPU, see grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys,
+    in errors.
     """
 
     path: str
@@ -80,7 +81,8 @@ class Pretrained:
         return None if base == self.path else replace(self, path=base, revision=None)
 
     def check_takes(self, adapter: object) -> None:
-        """Raises UserError if this is an adapter and would get a new one, or is quantized and would learn without one.
+        """Raises UserError if this is an adapter and would get a new one, or is quantized and would learn
+        without one.
 
         adapter: the new one or its factory, or None.
         """
@@ -105,7 +107,8 @@ class Pretrained:
         return config
 
     def context(self) -> int:
-        """The number of tokens that the model takes at most. Raises UserError if its configuration has no such limit."""
+        """The number of tokens that the model takes at most. Raises UserError if its configuration has no
+        such limit."""
         if (limit := context_of(self.config())) is None:
             raise UserError(f"{self.named} has no max_position_embeddings in its config.json: set it there")
         return limit
@@ -148,10 +151,12 @@ class Pretrained:
         return self._ready(model)
 
     def model(self, mapped: bool = False) -> nn.Module:
-        """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and engine disagree.
+        """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and
+        engine disagree.
 
-        An adapter is merged into its base, and training continues from the result. mapped: leave the weights in their files,
-        from which each rank takes its part; they have the number type of the files, and the configuration has the wanted one.
+        An adapter is merged into its base, and training continues from the result. mapped: leave the weights
+        in their files, from which each rank takes its part; they have the number type of the files, and the
+        configuration has the wanted one.
         """
         if base := self.base():
             from peft import PeftModel  # takes seconds to import
@@ -163,6 +168,7 @@ class Pretrained:
         if mapped and self.quantization:
             raise UserError("strategy=fsdp2 does not shard a quantized base: set strategy=ddp")
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
+        # no device_map: Lightning, or each rank, moves the model to its device
         loader = loader_of(self.config())
         loaded = self._load(loader, dtype=dtype, attn_implementation=self.attn_implementation, **STRICT)
         model = fully_loaded(self.named, loaded).eval()
@@ -177,7 +183,8 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class InMemory(Pretrained):
-    """A transformers model that a program has in memory, which is trained itself. given_tokenizer: None for the one in `path`."""
+    """A transformers model that a program has in memory, which is trained itself. given_tokenizer: None for
+    the one in `path`."""
 
     given: nn.Module | None = None
     given_tokenizer: PreTrainedTokenizerBase | None = None
@@ -200,8 +207,9 @@ class InMemory(Pretrained):
 def context_of(config: PretrainedConfig) -> int | None:
     """Return the number of tokens that a model takes at most; None if it has no limit.
 
-    With `longrope` (Phi-3, arXiv 2402.13753) all positions of a batch change if one of its rows is longer than the original
-    context. Earlier samples would then have other log-probabilities in training. So the original context is the limit.
+    With `longrope` (Phi-3, arXiv 2402.13753) all positions of a batch change if one of its rows is longer
+    than the original context. Earlier samples would then have other log-probabilities in training. So the
+    original context is the limit.
     """
     config = config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -219,13 +227,15 @@ def differing_tokens(ours: Mapping[str, int], theirs: Mapping[str, int]) -> set[
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """Return a copy that does not learn. Weights that are mapped from files stay there: no rank will change them."""
+    """Return a copy that does not learn. Weights that are mapped from files stay there: no rank will change
+    them."""
     mapped = model.parameters() if getattr(model, "is_mapped", False) else ()
     return deepcopy(model, {id(p): nn.Parameter(p.detach()) for p in mapped}).requires_grad_(False)
 
 
 def base_path(path: str, called: str = "model") -> str:
-    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names. called: in errors."""
+    """Return the folder or hub id of a whole model: `path`, or the base that an adapter's folder names.
+    called: in errors."""
     if (Path(path) / "adapter_config.json").exists():
         from peft import PeftConfig
 

@@ -1,7 +1,9 @@
-"""How long the rows must be on which two ways to compute a model are compared: beyond each size after which its layers change.
+"""How long the rows must be on which two ways to compute a model are compared: beyond each size after which
+its layers change.
 
-A layer that picks blocks of tokens or compresses them does nothing of it on a few tokens. Plain windows are no such size, since
-trusted.py compares them with the masks; nor is the original context of LongRoPE, since no row goes beyond it.
+A layer that picks blocks of tokens or compresses them does nothing of it on a few tokens. Plain windows are
+no such size, since trusted.py compares them with the masks; nor is the original context of LongRoPE, since no
+row goes beyond it.
 """
 
 import re
@@ -22,10 +24,11 @@ FAINT = 0.01  # bound for long rows in float32: near ties of routers and indices
 def beyond_sizes(
     model: nn.Module, error: Callable[[tuple[int, int], float], str], few: tuple[int, int], bound: float
 ) -> str:
-    """Return what `error` finds on two short prompts; if that is nothing, what it finds on two that are longer than the sizes of
-    the model.
+    """Return what `error` finds on two short prompts; if that is nothing, what it finds on two that are
+    longer than the sizes of the model.
 
-    error: compares two ways to compute prompts of two lengths, to a bound; "" if they agree. few: the lengths of short prompts.
+    error: compares two ways to compute prompts of two lengths, to a bound; "" if they agree. few: the lengths
+    of short prompts.
     """
     tried = [size for size in probe_sizes(model) if size <= LONGEST]
     if (why := error(few, bound)) or not tried:
@@ -37,9 +40,11 @@ def beyond_sizes(
 
 
 def probe_sizes(model: nn.Module) -> list[int]:
-    """Return the numbers of tokens below the context after which layers may compute in another way, in ascending order.
+    """Return the numbers of tokens below the context after which layers may compute in another way, in
+    ascending order.
 
-    They are numbers of the configuration with such names, and products of a count and a unit: 16 blocks of 128 tokens.
+    They are numbers of the configuration with such names, and products of a count and a unit: 16 blocks of
+    128 tokens.
     """
     found = list(named_sizes(model.config.get_text_config().to_dict()))
     counts, units = ([n for name, n in found if kind.search(name)] for kind in (COUNT, UNIT))
@@ -48,7 +53,8 @@ def probe_sizes(model: nn.Module) -> list[int]:
 
 
 def longest_row(model: nn.Module) -> int:
-    """Return the tokens of the longest row that is compared: the context, or FAR if it is unknown or longer."""
+    """Return the tokens of the longest row that is compared: the context, or FAR if it is unknown or
+    longer."""
     return min(pretrained.context_of(model.config) or FAR, FAR)
 
 

@@ -10,8 +10,8 @@ from grpo.system.memory import sent
 
 
 def temperatures(batch: TokenBatch, temperature: float, packed: bool = False) -> float | Tensor:
-    """Return what divides the logits before each token: a number if it is the run's `temperature` for all of them, else a tensor,
-    [B, C]; if `packed`, only of sampled tokens, [n], ordered as `batch.mask`."""
+    """Return what divides the logits before each token: a number if it is the run's `temperature` for all of
+    them, else a tensor, [B, C]; if `packed`, only of sampled tokens, [n], ordered as `batch.mask`."""
     if batch.temperature is None:
         return temperature
     every = torch.where(batch.temperature > 0, batch.temperature, temperature)  # [B, C]

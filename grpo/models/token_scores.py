@@ -3,9 +3,9 @@
     z = logits / temperature, m = max z, s = sum exp(z - m)
     log p(y) = z_y - m - log s,    H = log s - sum exp(z - m) (z - m) / s
 
-No softmax is stored: only the logits, if they are wanted again, and three numbers for each row. On a GPU the formulas are
-compiled into kernels that write no other tensor of [n, V] than the gradient. On a CPU they are computed for a few rows at a
-time, whose numbers stay in its cache.
+No softmax is stored: only the logits, if they are wanted again, and three numbers for each row. On a GPU the
+formulas are compiled into kernels that write no other tensor of [n, V] than the gradient. On a CPU they are
+computed for a few rows at a time, whose numbers stay in its cache.
 
 Shapes: n tokens, V vocabulary.
 """
@@ -34,10 +34,10 @@ def temperature_at(temperature: float | Tensor, at: slice) -> float | Tensor:
 
 
 def scores_of_rows(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(targets), the entropies and log sum exp z, [n] float32 each. logits: [n, V]; targets: [n]; temperature: a
-    number, or one for each row, [n]."""
+    """Return log p(targets), the entropies and log sum exp z, [n] float32 each. logits: [n, V]; targets: [n];
+    temperature: a number, or one for each row, [n]."""
     z = divided(logits.float(), temperature)
-    most = z.amax(dim=-1, keepdim=True)
+    most = z.amax(dim=-1, keepdim=True)  # not log_softmax: autograd would keep its result, another [n, V]
     z = z - most
     weights = z.exp()
     total = weights.sum(dim=-1)
@@ -56,8 +56,9 @@ def gradient_of_rows(
 ) -> Tensor:
     """Return the gradient of the logits without the part that only targets have, [n, V] in their number type.
 
-    d log p(y) / d z = onehot(y) - p, and d H / d z = -p (log p + H). log_sums, entropy: of `scores_of_rows`, [n].
-    of_logprobs, of_entropy: the gradients of the results, [n]. Without the last two the entropy has no gradient.
+    d log p(y) / d z = onehot(y) - p, and d H / d z = -p (log p + H). log_sums, entropy: of `scores_of_rows`,
+    [n]. of_logprobs, of_entropy: the gradients of the results, [n]. Without the last two the entropy has no
+    gradient.
     """
     z = divided(logits.float(), temperature)
     log_p = z - log_sums[:, None]
@@ -71,7 +72,8 @@ forward, backward = Compiled(scores_of_rows), Compiled(gradient_of_rows)
 
 
 def few_rows(logits: Tensor) -> list[slice]:
-    """Return the places of the rows that are computed together: all of them on a GPU, on a CPU those that its cache holds."""
+    """Return the places of the rows that are computed together: all of them on a GPU, on a CPU those that its
+    cache holds."""
     size = max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
     places = [slice(start, start + size) for start in range(0, len(logits), size)]
     return places[:1] if isinstance(logits, FakeTensor) else places  # in a forecast, where each needs the same memory
@@ -96,8 +98,8 @@ def gradient_of_logits(
     of_logprobs: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits, [n, V] in their number type. saved: the results of `scores_of_logits`. of_entropy:
-    None if the entropy has no gradient."""
+    """Return the gradient of the logits, [n, V] in their number type. saved: the results of
+    `scores_of_logits`. of_entropy: None if the entropy has no gradient."""
     logprobs, entropy, log_sums = saved
     args = [logits, log_sums, of_logprobs, temperature]
     if of_entropy is not None:

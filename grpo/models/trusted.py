@@ -1,7 +1,9 @@
-"""Checks whether another way to compute agrees with the plain padded model, on a few tokens and on attention masks.
+"""Checks whether another way to compute agrees with the plain padded model, on a few tokens and on attention
+masks.
 
-A few tokens are fewer than an attention window. Therefore the masks that the model makes are read too: the keys that they allow
-at the end of its context are compared with the windows that its layers pass to an attention plan.
+A few tokens are fewer than an attention window. Therefore the masks that the model makes are read too: the
+keys that they allow at the end of its context are compared with the windows that its layers pass to an
+attention plan.
 """
 
 import logging
@@ -26,7 +28,8 @@ FAR = 2**20  # a context that is long enough
 def objection(model: nn.Module, tried: Callable[[], str], by_plan: bool = True) -> str:
     """Return why the model must not be computed in another way; empty if it may. Raises when memory runs out.
 
-    tried: computes a few tokens in that way, and returns their error as text, or "". by_plan: that way uses an attention plan.
+    tried: computes a few tokens in that way, and returns their error as text, or "". by_plan: that way uses
+    an attention plan.
     """
     try:
         why = (by_plan and MaskProbe(model).wrong) or tried()
@@ -56,7 +59,8 @@ class MaskProbe:
             model(input_ids=torch.tensor([[3, 4, 5]], device=model.device), use_cache=False, plan=self)
 
     def compare(self, layer: int, mask: Callable[..., Tensor] | None, window: int | None, device: torch.device) -> None:
-        """Compare one layer. mask: the model's function of (batch, head, query, key); None if it makes no mask."""
+        """Compare one layer. mask: the model's function of (batch, head, query, key); None if it makes no
+        mask."""
         keys = torch.arange(self.context, device=device)
         query, zero = torch.full_like(keys, self.context - 2), torch.zeros_like(keys)
         if mask is not None and not callable(mask):

@@ -1,9 +1,10 @@
 """The built-in engine: samples from the model that is being trained, so no weights are copied.
 
-Each distinct prompt goes through the model once, then each step is one forward pass for all rows. Finished samples leave the
-batch and waiting ones join it. On a GPU this happens at every 16th step: until then nothing waits for the GPU, and what a
-finished sample draws is thrown away. Works wherever the model works: CPU, MPS, one GPU. The KV cache is chosen by comparing its
-log-probabilities on a few tokens with plain forward passes: `LlamaCache` for a Llama on a CPU, `KVCache`, else `PaddedCache`.
+Each distinct prompt goes through the model once, then each step is one forward pass for all rows. Finished
+samples leave the batch and waiting ones join it. On a GPU this happens at every 16th step: until then nothing
+waits for the GPU, and what a finished sample draws is thrown away. Works wherever the model works: CPU, MPS,
+one GPU. The KV cache is chosen by comparing its log-probabilities on a few tokens with plain forward passes:
+`LlamaCache` for a Llama on a CPU, `KVCache`, else `PaddedCache`.
 """
 
 import logging
@@ -41,7 +42,8 @@ LOOSE = 0.1  # the same in lower precision, and for `PaddedCache`, because there
 class TransformersEngine:
     """Samples from the model that is being trained.
 
-    max_cache_tokens: size of the KV cache in tokens. Samples that do not fit wait; a single sample may exceed it.
+    max_cache_tokens: size of the KV cache in tokens. Samples that do not fit wait; a single sample may exceed
+    it.
     """
 
     @enforced("engine")
@@ -61,7 +63,8 @@ class TransformersEngine:
         self.model, self.version = model, version
 
     def choose(self) -> None:
-        """Choose the cache, by trying it on the model's present device, which may differ from the device at loading time."""
+        """Choose the cache, by trying it on the model's present device, which may differ from the device at
+        loading time."""
         if self.tried != (self.model, self.model.device):
             self.cache, reason = cache_for(self.model)
             if reason and reason != self.reason:
@@ -88,6 +91,8 @@ class TransformersEngine:
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
         stop_ids, every = {*eos, *sampling.stop_ids}, STEPS.get(device.type, 16)
 
+        # not model.generate: it keeps each prompt once for every sample, all rows wait for the longest, and one
+        # generator draws for the batch, so that a sample would depend on what else is in it
         cache = self.cache(self.model, prompts, sampling.max_tokens, self.max_cache_tokens)
         draws = NextTokens(prompts, sampling, seeds, device, temperatures)
         completions: list[Completion | None] = [None] * len(prompts)
@@ -129,7 +134,8 @@ class TransformersEngine:
 
 
 def cache_for(model: nn.Module) -> tuple[Cache, str]:
-    """Return the cache to sample with, and the reason if it is `PaddedCache`. Raises UserError if every cache is wrong."""
+    """Return the cache to sample with, and the reason if it is `PaddedCache`. Raises UserError if every cache
+    is wrong."""
     if is_plain_llama(model) and not cache_objection(LlamaCache, model):
         return LlamaCache, ""
     if not (why := cache_objection(KVCache, model)):
@@ -145,7 +151,8 @@ def cache_objection(cache: Cache, model: nn.Module) -> str:
 
 
 def error_of(cache: Cache, model: nn.Module) -> str:
-    """Sample three rows of two prompts, one of which ends early. Returns "", or how far they are from plain forward passes."""
+    """Sample three rows of two prompts, one of which ends early. Returns "", or how far they are from plain
+    forward passes."""
     exact = (
         issubclass(cache, KVCache)
         and model.dtype == torch.float32
@@ -175,6 +182,7 @@ def error_at(cache: Cache, model: nn.Module, lengths: tuple[int, int], bound: fl
 
 
 def distance(logits: Tensor, plain: Tensor) -> float:
-    """Return the largest sum(p |log q - log p|) of a row, q = softmax(logits), p = softmax(plain). logits, plain: [B, V]."""
+    """Return the largest sum(p |log q - log p|) of a row, q = softmax(logits), p = softmax(plain). logits,
+    plain: [B, V]."""
     q, p = logits.float().log_softmax(-1), plain.float().log_softmax(-1)
     return torch.where(p.exp() > 0, p.exp() * (q - p).abs(), 0.0).sum(-1).max().item()

@@ -1,9 +1,11 @@
-"""A KV cache for groups: keys and values of a prompt are stored once for all its samples, and those of new tokens per sample.
+"""A KV cache for groups: keys and values of a prompt are stored once for all its samples, and those of new
+tokens per sample.
 
-It uses attention by plan (models.packed_attention) instead of a cache of transformers. Knows nothing of sampling.
+It uses attention by plan (models.packed_attention) instead of a cache of transformers. Knows nothing of
+sampling.
 
-Shapes: U prompts with P places each; B rows (unfinished samples) with C places each, at most G rows per prompt; H query heads,
-K key heads, r = H / K, head dimension D.
+Shapes: U prompts with P places each; B rows (unfinished samples) with C places each, at most G rows per
+prompt; H query heads, K key heads, r = H / K, head dimension D.
 """
 
 from collections import Counter, deque
@@ -27,7 +29,8 @@ Views = tuple[list[Tensor], list[Tensor], list[Tensor]]
 class KVCache:
     """Keys and values of the unfinished samples.
 
-    Row b is always at index b of the tensors, so a step copies nothing. When a row ends, the last row moves into its place.
+    Row b is always at index b of the tensors, so a step copies nothing. When a row ends, the last row moves
+    into its place.
     """
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
@@ -100,7 +103,8 @@ class KVCache:
             return self.model(**inputs, plan=plan, use_cache=False).logits[0]
 
     def drop(self, ended: Collection[int]) -> list[int]:
-        """Remove these rows, and prompts without unfinished samples. Returns the new order: row i was row order[i]."""
+        """Remove these rows, and prompts without unfinished samples. Returns the new order: row i was row
+        order[i]."""
         self.unfinished -= Counter(self.rows[b][0] for b in ended)
         order = closed_up(len(self.rows), {*ended})
         move(self.of_rows, order)
@@ -128,8 +132,8 @@ class KVCache:
     ) -> Tensor:
         """Attention of one step. query: [1, H, B, D]; key, value: [1, K, B, D]. Returns [1, B, H, D].
 
-        The rows of a prompt attend to its keys in one product, G r queries at a time, and each row to its own keys; one softmax
-        covers both.
+        The rows of a prompt attend to its keys in one product, G r queries at a time, and each row to its own
+        keys; one softmax covers both.
         """
         if layer not in self.views:
             self.views[layer] = self.view(layer, key, value)
@@ -157,7 +161,8 @@ class KVCache:
         return out.view(1, len(mask), -1, out.shape[2]).to(value.dtype)
 
     def view(self, layer: int, *new: Tensor) -> Views:
-        """Make room for the next token of each row, and return the layer's keys and values as `Views`. new: [1, K, B, D] each."""
+        """Make room for the next token of each row, and return the layer's keys and values as `Views`. new:
+        [1, K, B, D] each."""
         spare = min(max(GROWTH, self.longest // 8), self.max_tokens - self.longest)
         rows = self.of_rows.get(layer) or [x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in new]
         self.of_rows[layer] = rows = [fitted(x, len(self.rows), self.longest, spare) for x in rows]
@@ -190,7 +195,8 @@ class KVCache:
         return self.masks[window]
 
     def grid(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Return the indices in [B x K] of each prompt's rows, [U x K x G], and for each of [B x K] its place there, [B x K].
+        """Return the indices in [B x K] of each prompt's rows, [U x K x G], and for each of [B x K] its place
+        there, [B x K].
 
         heads: K. A prompt with fewer than G rows is padded with row 0.
         """
@@ -211,10 +217,11 @@ class KVCache:
 
 
 class Prefill(Packed):
-    """The plan that reads the newest prompts of a cache, packed into one row, and stores their keys and values.
+    """The plan that reads the newest prompts of a cache, packed into one row, and stores their keys and
+    values.
 
-    If all begin alike, with a system message or worked examples, the rest of each is a row that follows this beginning.
-    kept: the places of each prompt's tokens, [n, P]. last: that of its last token, [n].
+    If all begin alike, with a system message or worked examples, the rest of each is a row that follows this
+    beginning. kept: the places of each prompt's tokens, [n, P]. last: that of its last token, [n].
     """
 
     def __init__(self, cache: KVCache, prompts: Sequence[tuple[int, ...]]) -> None:
@@ -255,7 +262,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def closed_up(count: int, gone: set[int]) -> list[int]:
-    """Return the order of `count` items after the items in `gone` are removed: the last ones move into the gaps."""
+    """Return the order of `count` items after the items in `gone` are removed: the last ones move into the
+    gaps."""
     left = count - len(gone)
     last = (i for i in range(left, count) if i not in gone)
     return [next(last) if i in gone else i for i in range(left)]
@@ -277,8 +285,9 @@ def move(buffers: dict[int, list[Tensor]], order: list[int]) -> None:
 
 
 def fitted(x: Tensor, count: int, length: int, spare: int) -> Tensor:
-    """Return x, [n, K, places, D], if `count` sequences of `length` fit and use at least half of it; else a copy that has room
-    for `spare` more tokens. Unwritten places are 0: a mask would turn values that are not finite into NaN."""
+    """Return x, [n, K, places, D], if `count` sequences of `length` fit and use at least half of it; else a
+    copy that has room for `spare` more tokens. Unwritten places are 0: a mask would turn values that are not
+    finite into NaN."""
     n, heads, places, width = x.shape
     if count <= n and length <= places <= 2 * (length + spare):
         return x

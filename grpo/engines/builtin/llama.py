@@ -1,7 +1,9 @@
-"""A KV cache that computes a Llama's forward pass itself on a CPU, in few operations and without transformers' modules.
+"""A KV cache that computes a Llama's forward pass itself on a CPU, in few operations and without
+transformers' modules.
 
-Queries and keys rotate together, and sums are in place. In a small model q, k and v are one product, gate and up another: small
-operations take a model of a few million parameters as long as its products. The results are those of the modules.
+Queries and keys rotate together, and sums are in place. In a small model q, k and v are one product, gate and
+up another: small operations take a model of a few million parameters as long as its products. The results are
+those of the modules.
 """
 
 import torch
@@ -16,7 +18,8 @@ SMALL = 1 << 24  # parameters of a model whose matrices are joined: that copies 
 
 
 def is_plain_llama(model: nn.Module) -> bool:
-    """Return whether `LlamaCache` computes what this model does: a plain Llama in float32 on a CPU, with nothing added."""
+    """Return whether `LlamaCache` computes what this model does: a plain Llama in float32 on a CPU, with
+    nothing added."""
     if type(model) is not LlamaForCausalLM:
         return False
     config, modules, hooks = model.config, [*model.modules()], ("_forward_hooks", "_forward_pre_hooks")
@@ -33,7 +36,8 @@ def is_plain_llama(model: nn.Module) -> bool:
 
 
 class LlamaCache(KVCache):
-    """`KVCache` for models that are `is_plain_llama`. It may copy their projections, so it serves one set of weights."""
+    """`KVCache` for models that are `is_plain_llama`. It may copy their projections, so it serves one set of
+    weights."""
 
     def __init__(self, model: nn.Module, prompts, max_tokens: int, bound: int) -> None:
         super().__init__(model, prompts, max_tokens, bound)
@@ -80,7 +84,8 @@ def side_by_side(weights: list[Tensor], joins: bool) -> list[Tensor]:
 
 
 def products(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return the products of x, [T, in], with all these matrices, [out, in] each, side by side, [T, sum of out]."""
+    """Return the products of x, [T, in], with all these matrices, [out, in] each, side by side, [T, sum of
+    out]."""
     if len(weights) == 1:
         return F.linear(x, weights[0])
     return torch.cat([F.linear(x, weight) for weight in weights], dim=1)

@@ -1,4 +1,5 @@
-"""From logits to tokens: filters the distribution by the sampling parameters, then draws by one uniform number per token.
+"""From logits to tokens: filters the distribution by the sampling parameters, then draws by one uniform
+number per token.
 
 Knows nothing of models or caches. Shapes: n samples, B of them rows of the present batch; V vocabulary.
 """
@@ -17,10 +18,11 @@ LOGITS_PER_DRAW = 1 << 25  # logits processed at once; each takes about five mor
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Set logits to -inf where top-k, top-p (after top-k) or min-p excludes the token. logits: [B, V]. Returns [B, V].
+    """Set logits to -inf where top-k, top-p (after top-k) or min-p excludes the token. logits: [B, V].
+    Returns [B, V].
 
-    top-p keeps the smallest set of most likely tokens whose probability reaches top_p. min-p keeps tokens that are at least
-    min_p times as likely as the most likely one (arXiv 2407.01082).
+    top-p keeps the smallest set of most likely tokens whose probability reaches top_p. min-p keeps tokens
+    that are at least min_p times as likely as the most likely one (arXiv 2407.01082).
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
@@ -36,15 +38,17 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of tokens that occurred before, see `Sampling`. logits: [B, V]; seen: [B, V] bool. Returns [B, V]."""
+    """Lower the logits of tokens that occurred before, see `Sampling`. logits: [B, V]; seen: [B, V] bool.
+    Returns [B, V]."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token at which the cumulative distribution passes `uniform`. logits: [B, V]; uniform: [B] in [0, 1).
+    """Return the token at which the cumulative distribution passes `uniform`. logits: [B, V]; uniform: [B] in
+    [0, 1).
 
-    One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of `uniform`: float64 if the
-    device supports it, since vocabularies are large. Returns [B] int64.
+    One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of
+    `uniform`: float64 if the device supports it, since vocabularies are large. Returns [B] int64.
     """
     # with dtype=, cumsum would make two tensors of that size
     cumulative = logits.softmax(-1).to(uniform.dtype).cumsum_(-1)
@@ -53,7 +57,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 class NextTokens:
-    """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for every row."""
+    """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for
+    every row."""
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class NextTokens:
     def join(self, new: Sequence[int], vocabulary: int) -> None:
         """Append these samples as rows. vocabulary: V."""
         width, dtype = self.uniform.shape[1], self.uniform.dtype
+        # on the host, one a sample: a GPU's generator draws other numbers for the same seed
         generators = [torch.Generator().manual_seed(self.seeds[i]) for i in new]
         noise = torch.stack([torch.rand(width, generator=generator, dtype=dtype) for generator in generators])
         rows = sent(torch.tensor(new), self.device)
@@ -113,8 +119,8 @@ class NextTokens:
     def drawn(
         self, logits: Tensor, uniform: Tensor, temperature: float | Tensor, seen: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b]. logits: [b, V].
-        temperature: a number, or [b, 1]."""
+        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b].
+        logits: [b, V]. temperature: a number, or [b, 1]."""
         sampling = self.sampling
         scaled = logits.float() / temperature
         penalized = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
@@ -130,12 +136,14 @@ class NextTokens:
         return [ids[max(0, width - count) :] for ids, count in zip(last, self.lengths, strict=True)]
 
     def due(self, every: int) -> bool:
-        """Return whether to ask `ended`: after `every` steps, and if a row has as many tokens as it may have."""
+        """Return whether to ask `ended`: after `every` steps, and if a row has as many tokens as it may
+        have."""
         return self.unseen >= every or max(self.lengths) == self.sampling.max_tokens
 
     def ended(self, stop_ids: Collection[int], unwanted: Collection[int]) -> dict[int, tuple[int, bool]]:
-        """Return the rows that have ended, each with its number of tokens until then, and whether the last token ended it (else a
-        limit or the caller did). Waits for the device. stop_ids: tokens that end a row. unwanted: samples that end now."""
+        """Return the rows that have ended, each with its number of tokens until then, and whether the last
+        token ended it (else a limit or the caller did). Waits for the device. stop_ids: tokens that end a
+        row. unwanted: samples that end now."""
         stop, ended = self.sampling.stop, {}
         last = self.tails(self.unseen + (stop.width - 1 if stop else 0))
         for row, (ids, length) in enumerate(zip(last, self.lengths, strict=True)):

@@ -1,7 +1,7 @@
 """Sampling with the cache of transformers, for models with special attention or with a recurrent state.
 
-It is slower than `KVCache` and equally correct: prompts are padded on the left, and all samples of a wave end before the next
-wave begins.
+It is slower than `KVCache` and equally correct: prompts are padded on the left, and all samples of a wave end
+before the next wave begins.
 """
 
 import inspect
@@ -17,7 +17,8 @@ from grpo.system.memory import sent
 
 
 class PaddedCache:
-    """Used like `KVCache`. bound: largest number of rows in a wave times the tokens of its longest; one row may exceed it."""
+    """Used like `KVCache`. bound: largest number of rows in a wave times the tokens of its longest; one row
+    may exceed it."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         self.model, self.prompt_of, self.max_tokens, self.bound = model, prompts, max_tokens, bound
@@ -26,7 +27,8 @@ class PaddedCache:
         self.count = 0
 
     def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
-        """Take the next wave from `waiting` once no row is left. Returns its samples and their prompts' last logits, [B, V]."""
+        """Take the next wave from `waiting` once no row is left. Returns its samples and their prompts' last
+        logits, [B, V]."""
         wave: list[int] = []
         width = 0
         while waiting and not self.count:

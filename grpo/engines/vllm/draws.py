@@ -1,7 +1,9 @@
-"""Draws the tokens of all rows at once, by seed and position. vLLM's own `random_sample` launches a kernel for each seeded row.
+"""Draws the tokens of all rows at once, by seed and position. vLLM's own `random_sample` launches a kernel
+for each seeded row.
 
-The noise of a row and a token of the vocabulary is a hash of the request's seed, the number of tokens that the request has drawn,
-and the token's id. So a completion depends on its seed and its logits alone, whatever else is in the batch.
+The noise of a row and a token of the vocabulary is a hash of the request's seed, the number of tokens that
+the request has drawn, and the token's id. So a completion depends on its seed and its logits alone, whatever
+else is in the batch.
 """
 
 from collections.abc import Mapping
@@ -19,14 +21,17 @@ theirs = topk_topp_sampler.random_sample
 
 
 def use() -> None:
-    """Make vLLM's sampler draw seeded requests with this module. On a CPU vLLM has a sampler of its own, which stays."""
+    """Make vLLM's sampler draw seeded requests with this module. On a CPU vLLM has a sampler of its own,
+    which stays."""
     topk_topp_sampler.random_sample = random_sample
 
 
 def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_fp64_gumbel: bool = False) -> Tensor:
-    """Return a token for each row of probs, [B, V] in float32, as vLLM's function of this name; overwrites probs.
+    """Return a token for each row of probs, [B, V] in float32, as vLLM's function of this name; overwrites
+    probs.
 
-    generators: those of seeded rows, by row; each moves on by one draw. The other rows draw from torch's global generator.
+    generators: those of seeded rows, by row; each moves on by one draw. The other rows draw from torch's
+    global generator.
     """
     if not generators or use_fp64_gumbel:
         return theirs(probs, generators, use_fp64_gumbel)
@@ -46,7 +51,8 @@ def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_
 def draw_of(generator: torch.Generator) -> tuple[int, int, int]:
     """Return what decides a generator's next draw, three numbers of 32 bits, and move it on by one draw.
 
-    On a GPU these are the halves of its seed and its position, which the host knows. On a CPU they are two draws and 0.
+    On a GPU these are the halves of its seed and its position, which the host knows. On a CPU they are two
+    draws and 0.
     """
     if generator.device.type == "cpu":
         low, high = torch.randint(LOW + 1, (2,), generator=generator).tolist()
@@ -57,7 +63,8 @@ def draw_of(generator: torch.Generator) -> tuple[int, int, int]:
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
-    """Return independent draws of the exponential distribution with mean 1, [B, V] in float32. keys: [B, 3], V: size.
+    """Return independent draws of the exponential distribution with mean 1, [B, V] in float32. keys: [B, 3],
+    V: size.
 
     The token with the largest p / e, of its probability and its draw, has probability p (a Gumbel-max draw).
     """
@@ -71,7 +78,8 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Return a hash of the low 32 bits of an integer, again 32 bits: lowbias32 of C. Wellons' hash-prospector."""
+    """Return a hash of the low 32 bits of an integer, again 32 bits: lowbias32 of C. Wellons'
+    hash-prospector."""
     x = x & LOW
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & LOW

@@ -1,15 +1,15 @@
 """vLLM inside the trainer's process. Knows token ids and weights; nothing of text, chat templates or rewards.
 
-One device, one process: the trainer passes its tensors directly, and every rank has its own engine. This module copies weights;
-`shared` uses one copy for both, and `lora` replaces its adapter.
+One device, one process: the trainer passes its tensors directly, and every rank has its own engine. This
+module copies weights; `shared` uses one copy for both, and `lora` replaces its adapter.
 
-With several ranks vLLM is built once they have met: without their process group it would create one with a single rank.
+With several ranks vLLM is built once they have met: without their process group it would create one with a
+single rank.
 """
 
 import gc
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -25,7 +24,8 @@ from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import Room
 from grpo.engines.vllm.errors import short_errors
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL, check_draft, params_of, params_of_each
+from grpo.engines.vllm.package import import_vllm, mend_cpu_build
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_draft, params_of, params_of_each
 from grpo.engines.vllm.turns import Turns
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -37,22 +37,22 @@ from grpo.system.ranges import Count
 
 log = logging.getLogger(__name__)
 
-VERSIONS = ">=0.32,<0.34"  # this engine uses vLLM's internals: docs/engines.md says what was tried with each
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers without a state
 
 
 class VLLMEngine:
     """Samples with vLLM in this process, from its own copy of the weights.
 
-    path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU.
-    sleeps: between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next rollout; None: if
-    an update leaves it too little.
-    args: arguments of `vllm.LLM`, which override the defaults below; None keeps vLLM's own default. On a CPU the KV cache has
-    1 GiB unless `kv_cache_memory_bytes` is given. On a GPU vLLM takes what the run leaves (`fit`), without a trainer 40 %.
-    devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at once.
-    most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then makes room; None for the
-    model's whole context. recompute: whether unfinished completions are read again with new weights that arrive; otherwise they
-    keep the KV cache of the weights before, and only completions that begin later are computed with the new ones alone.
+    path: a Hugging Face folder or hub id. dtype: "auto" is float32 on a CPU, 16 bits on a GPU. sleeps:
+    between rollouts vLLM frees its GPU memory, weights and KV cache, and takes new weights for the next
+    rollout; None: if an update leaves it too little. args: arguments of `vllm.LLM`, which override the
+    defaults below; None keeps vLLM's own default. On a CPU the KV cache has 1 GiB unless
+    `kv_cache_memory_bytes` is given. On a GPU vLLM takes what the run leaves (`fit`), without a trainer 40 %.
+    devices, nodes: the trainer's; with several ranks the first `load_weights` builds vLLM, on all of them at
+    once. most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then
+    makes room; None for the model's whole context. recompute: whether unfinished completions are read again
+    with new weights that arrive; otherwise they keep the KV cache of the weights before, and only completions
+    that begin later are computed with the new ones alone.
     """
 
     apart = True
@@ -94,8 +94,7 @@ class VLLMEngine:
         if current_platform.is_cpu():
             dtype = "float32" if dtype == "auto" else dtype
             defaults |= CPU_ARGS
-            _skip_compiled_ranks()
-            _let_numba_be_there()
+            mend_cpu_build()
         args = {name: value for name, value in (args or {}).items() if value is not None}
         check_draft(args)
         self._has_draft = "speculative_config" in args
@@ -113,8 +112,9 @@ class VLLMEngine:
             self._open()
 
     def fit(self, room: Room) -> dict[str, int]:
-        """Choose the share of the GPU and whether to sleep by what the run leaves, unless the arguments say so. Called before
-        the first load. Returns the bytes that are held in a rollout alone ("rollout"), and always ("")."""
+        """Choose the share of the GPU and whether to sleep by what the run leaves, unless the arguments say
+        so. Called before the first load. Returns the bytes that are held in a rollout alone ("rollout"), and
+        always ("")."""
         taken = self._new.keywords
         if self._fits:
             taken["gpu_memory_utilization"], self.sleeps = room.share(self._given_sleeps)
@@ -144,11 +144,13 @@ class VLLMEngine:
 
     @property
     def in_flight(self) -> bool:
-        """Whether it takes new weights while it samples, see `Engine`: not if their memory is the policy's, or is freed."""
+        """Whether it takes new weights while it samples, see `Engine`: not if their memory is the policy's,
+        or is freed."""
         return self.apart and not self.sleeps
 
     def load_weights(self, model: nn.Module, version: int) -> None:
-        """Copy all weights of `model`, whose parameters stay unchanged to the bit. Unfinished completions continue with them."""
+        """Copy all weights of `model`, whose parameters stay unchanged to the bit. Unfinished completions
+        continue with them."""
         if version == self.version:
             return
         if self._llm is None:
@@ -186,7 +188,8 @@ class VLLMEngine:
         done: Done | None = None,
         temperatures: Sequence[float] | None = None,
     ) -> list[Completion]:
-        """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish "length"."""
+        """Sample as `Engine.sample`. A completion that reaches the end of the context ends there, with finish
+        "length"."""
         if self._asleep:
             raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
         if self._has_draft and (sampling.min_p or (sampling.vllm or {}).get("logit_bias")):
@@ -205,6 +208,7 @@ class VLLMEngine:
             if done is not None:
                 done(i, completions[i])
 
+        # not LLM.generate: it holds vLLM until its last request ends, and new weights or other threads would wait
         self._turns.run(partial(self._enqueue, prompts, params), self.unwanted, hand_over)
         return completions
 
@@ -252,33 +256,21 @@ class VLLMEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """Delete the engine, at the end of a run, since that destroys torch's default process group. Several ranks still need
-        their group, so that they keep the engine until they end."""
+        """Delete the engine, at the end of a run, since that destroys torch's default process group. Several
+        ranks still need their group, so that they keep the engine until they end."""
         if distributed.world_size() == 1:
             self._llm = self._turns = None
 
 
-def import_vllm() -> None:
-    """Import vLLM for use in this process. Raises UserError with the install command if it is missing or of another version."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` patches the old model runner
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        import vllm
-    except ImportError as error:
-        raise UserError(f"engine=vllm needs vLLM ({error}): {INSTALL}") from error
-    if vllm.__version__ not in SpecifierSet(VERSIONS, prereleases=True):
-        raise UserError(f"vLLM {vllm.__version__} is not a supported version ({VERSIONS}): {INSTALL}")
-
-
 def sleeping(sleeps: bool) -> dict[str, bool]:
-    """Return vLLM's arguments for an engine that sleeps, or not. With async scheduling a step launched ahead would still run when
-    it goes to sleep."""
+    """Return vLLM's arguments for an engine that sleeps, or not. With async scheduling a step launched ahead
+    would still run when it goes to sleep."""
     return {"enable_sleep_mode": True, "async_scheduling": False} if sleeps else {"enable_sleep_mode": False}
 
 
 def spans_to_versions(spans: Sequence[Any] | None) -> tuple[int, ...] | None:
-    """Return the version of the weights that drew each token, from vLLM's spans; None before the first load."""
+    """Return the version of the weights that drew each token, from vLLM's spans; None before the first
+    load."""
     if not spans or spans[0].version == "default":
         return None
     return tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
@@ -292,9 +284,10 @@ def has_tokenizer(path: str) -> bool:
 def args_for(path: str) -> dict[str, Any]:
     """Return the arguments that a model needs so that vLLM computes what the trainer does.
 
-    A multimodal model reads text only. Where positions change beyond the original context, that is the longest one: otherwise
-    vLLM gives all positions the frequencies for long texts, and the trainer gives them those for short ones. Where layers have
-    a state, vLLM keeps no beginnings of prompts, because its CPU build refuses to.
+    A multimodal model reads text only. Where positions change beyond the original context, that is the
+    longest one: otherwise vLLM gives all positions the frequencies for long texts, and the trainer gives them
+    those for short ones. Where layers have a state, vLLM keeps no beginnings of prompts, because its CPU
+    build refuses to.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -309,17 +302,3 @@ def args_for(path: str) -> dict[str, Any]:
     if not ATTENTION.issuperset(getattr(text, "layer_types", None) or ()):
         args["enable_prefix_caching"] = False
     return args
-
-
-def _skip_compiled_ranks() -> None:
-    """Replace a helper for token ranks, which vLLM would compile for 20 s at its first call; the ranks are not used here."""
-    import vllm.v1.sample.sampler as sampler
-
-    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
-
-
-def _let_numba_be_there() -> None:
-    """Let vLLM's CPU build read numba's modules, which a draft has loaded: it takes the `__dict__` of whatever they hold, and the
-    library of llvmlite answers with a function of that name."""
-    if ffi := sys.modules.get("llvmlite.binding.ffi"):
-        ffi.lib._fntab.setdefault("__dict__", {})

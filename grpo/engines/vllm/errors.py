@@ -1,7 +1,8 @@
-"""vLLM's errors in one line, with advice about those of memory, by their text. vLLM is not imported here: a server's log has
-the same texts.
+"""vLLM's errors in one line, with advice about those of memory, by their text. vLLM is not imported here: a
+server's log has the same texts.
 
-vLLM's share of a device can be too small for its model and cache, or larger than what is free: the two need opposite advice.
+vLLM's share of a device can be too small for its model and cache, or larger than what is free: the two need
+opposite advice.
 """
 
 import re
@@ -18,6 +19,7 @@ ROOM = (
     "or make room: engine=vllm_shared holds one copy of the weights, engine.sleeps=true frees vLLM's memory meanwhile"
 )
 # a part of vLLM's text, in lower case, and what helps; the first that occurs counts
+# by text, since vLLM raises the same ValueError or RuntimeError for all of them
 ADVICE = {
     # the share holds the model, and too little is left in it
     "to serve at least one request": f"raise {SHARE} ({CACHE}), or lower engine.args.max_model_len",
@@ -45,7 +47,8 @@ def memory_advice(text: str) -> str | None:
 
 @contextmanager
 def short_errors(building: bool = False) -> Iterator[None]:
-    """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about arguments."""
+    """Turn vLLM's long errors into one line: about too little memory, and while it is built (building) about
+    arguments."""
     try:
         yield
     except UserError:

@@ -1,4 +1,5 @@
-"""Arguments of vLLM and parameters of its requests, for vLLM in this process and for servers. Does not import vLLM."""
+"""Arguments of vLLM and parameters of its requests, for vLLM in this process and for servers. Does not import
+vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_pen
 
 
 def check_draft(args: Mapping[str, Any]) -> None:
-    """Raise UserError for a draft that vLLM takes without asking the model: the samples would be another policy's."""
+    """Raise UserError for a draft that vLLM takes without asking the model: the samples would be another
+    policy's."""
     draft = args.get("speculative_config")
     if isinstance(draft, Mapping) and draft.get("rejection_sample_method") == "synthetic":
         key = "engine.args.speculative_config.rejection_sample_method=synthetic"
@@ -32,7 +34,8 @@ def check_draft(args: Mapping[str, Any]) -> None:
 
 
 def params_of_each(plain: Mapping[str, Any], count: int, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
-    """Return the arguments of `params_of` for each of `count` prompts, with its own temperature. Raises UserError."""
+    """Return the arguments of `params_of` for each of `count` prompts, with its own temperature. Raises
+    UserError."""
     for temperature in temperatures or ():
         check_temperature(temperature)
     return [{**plain, "temperature": temperature} for temperature in temperatures or [plain["temperature"]] * count]
@@ -47,11 +50,12 @@ def check_temperature(temperature: float) -> None:
 def params_of(
     prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None, whole: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a server applies.
+    """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a
+    server applies.
 
-    context: largest number of tokens of a prompt and its completion together; None if unknown. whole: whether it must hold
-    max_tokens of each completion, since no longer sequence was expected; otherwise a completion may end at it. Raises UserError
-    for values that vLLM refuses.
+    context: largest number of tokens of a prompt and its completion together; None if unknown. whole: whether
+    it must hold max_tokens of each completion, since no longer sequence was expected; otherwise a completion
+    may end at it. Raises UserError for values that vLLM refuses.
     """
     check_temperature(sampling.temperature)
     way_out = "raise engine.args.max_model_len (--max-model-len of a server started by hand)"

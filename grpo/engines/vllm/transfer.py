@@ -1,7 +1,8 @@
-"""A plugin of vLLM, in this process or in a server: takes new weights, draws by seed, and makes log-probabilities exact.
+"""A plugin of vLLM, in this process or in a server: takes new weights, draws by seed, and makes
+log-probabilities exact.
 
-vLLM's entry point `vllm.general_plugins` calls `register` wherever this package is installed. Nothing else changes until vLLM is
-built with `weight_transfer_config={"backend": "grpo"}`.
+vLLM's entry point `vllm.general_plugins` calls `register` wherever this package is installed. Nothing else
+changes until vLLM is built with `weight_transfer_config={"backend": "grpo"}`.
 """
 
 import math
@@ -47,8 +48,8 @@ class Group(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some of the weights, with their names in the checkpoint: tensors in this process, a safetensors file, or a broadcast of the
-    group, of tensors with these names, dtypes and shapes. checksum: of the tensors."""
+    """Some of the weights, with their names in the checkpoint: tensors in this process, a safetensors file,
+    or a broadcast of the group, of tensors with these names, dtypes and shapes. checksum: of the tensors."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     file: str | None = None
@@ -81,6 +82,7 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
             for module in self.model.modules():
                 if hasattr(experts := getattr(module, "quant_method", None), "moe_kernel"):
                     experts.moe_kernel = None
+        # not copies into its parameters: vLLM joins and pads those of several layers, in ways of each model
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Bucket) -> None:
@@ -93,7 +95,8 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
         self.model.load_weights(tensors)
 
     def received(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """Return the tensors of the group's next broadcast, which has the bytes of all, one after the other."""
+        """Return the tensors of the group's next broadcast, which has the bytes of all, one after the
+        other."""
         kinds = [getattr(torch, name) for name in bucket.dtypes]
         sizes = [kind.itemsize * math.prod(shape) for kind, shape in zip(kinds, bucket.shapes, strict=True)]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device if self.group.name() == "nccl" else "cpu")
@@ -117,10 +120,12 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
 
 
 def exact_logprobs() -> None:
-    """Patch vLLM's sampler to return log softmax(logits / temperature) over the whole vocabulary, as `Engine.sample` promises.
+    """Patch vLLM's sampler to return log softmax(logits / temperature) over the whole vocabulary, as
+    `Engine.sample` promises.
 
-    vLLM itself offers raw log-probabilities (at temperature 1, over the tokens that a grammar allows) or processed ones
-    (renormalised over the tokens that the filters leave), but not those that the trainer computes.
+    vLLM itself offers raw log-probabilities (at temperature 1, over the tokens that a grammar allows) or
+    processed ones (renormalised over the tokens that the filters leave), but not those that the trainer
+    computes.
     """
     if getattr(Sampler, "_exact", False):
         return
@@ -176,15 +181,16 @@ def exact_logprobs() -> None:
 
 
 def of_rows(values: Tensor, ends: Tensor, rows: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """Return the value of the request of each row, [rows], with one value replaced. values, ends: [requests]; ends: the number of
-    rows up to each request's last one."""
+    """Return the value of the request of each row, [rows], with one value replaced. values, ends: [requests];
+    ends: the number of rows up to each request's last one."""
     row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
     values = values[torch.searchsorted(ends, row, right=True)]
     return torch.where(values == replace_from, replace_to, values).to(values.dtype)
 
 
 def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Return logits / temperature in float32, [B, V]. temperature: [B], where 0 counts as 1; None: 1 for all."""
+    """Return logits / temperature in float32, [B, V]. temperature: [B], where 0 counts as 1; None: 1 for
+    all."""
     logits = logits.float()
     return logits if temperature is None else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
 

@@ -1,4 +1,5 @@
-"""One vLLM for the threads of several calls: they take turns, and a step serves the requests of all of them."""
+"""One vLLM for the threads of several calls: they take turns, and a step serves the requests of all of
+them."""
 
 import threading
 from collections import deque
@@ -18,17 +19,19 @@ HandOver = Callable[[int, Any], None]  # index of a request, its finished Reques
 
 @dataclass(eq=False)
 class Call:
-    """The requests of one thread. Mutable. names: by index, those that vLLM works on; ended: those still to be handed over, with
-    their output; error: the reason why vLLM dropped the others."""
+    """The requests of one thread. Mutable. names: by index, those that vLLM works on; ended: those still to
+    be handed over, with their output; error: the reason why vLLM dropped the others."""
 
     names: dict[int, str] = field(default_factory=dict)
     ended: deque[tuple[int, Any]] = field(default_factory=deque)
     error: Exception | None = None
 
 
+# not AsyncLLM: its engine is in a process of its own, to which no tensor of the trainer can be passed
 class Turns:
-    """Threads use `llm`, a `vllm.LLM` in this process, one at a time, in the order in which they asked. A turn is new requests,
-    one step, or new weights, so that none of these waits for more than one turn of every other thread."""
+    """Threads use `llm`, a `vllm.LLM` in this process, one at a time, in the order in which they asked. A
+    turn is new requests, one step, or new weights, so that none of these waits for more than one turn of
+    every other thread."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -60,7 +63,8 @@ class Turns:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """A turn in which vLLM computes nothing, for new weights. An error in it ends all calls, which it may have spoiled."""
+        """A turn in which vLLM computes nothing, for new weights. An error in it ends all calls, which it may
+        have spoiled."""
         with self.turn():
             try:
                 self._drain()
@@ -72,9 +76,9 @@ class Turns:
     def run(self, enqueue: Callable[[], list[str]], unwanted: set[int], hand_over: HandOver) -> None:
         """Let vLLM work on the requests that `enqueue` adds, whose names it returns, until all have ended.
 
-        hand_over: called in this thread as each one ends. unwanted: indices of requests that end now, without an output; it may
-        grow meanwhile. An error of this thread drops its own requests. One in a step drops those of all threads, and is raised
-        in each of them.
+        hand_over: called in this thread as each one ends. unwanted: indices of requests that end now, without
+        an output; it may grow meanwhile. An error of this thread drops its own requests. One in a step drops
+        those of all threads, and is raised in each of them.
         """
         call = Call()
         try:
@@ -125,8 +129,8 @@ class Turns:
             self._drop(call, {*call.names})
 
     def _drain(self) -> None:
-        """Finish the steps that vLLM has launched ahead, as it does with `async_scheduling`, its default on a GPU: it labels
-        tokens with the weights of the moment at which it reads them."""
+        """Finish the steps that vLLM has launched ahead, as it does with `async_scheduling`, its default on a
+        GPU: it labels tokens with the weights of the moment at which it reads them."""
         core = self.llm.llm_engine.engine_core.engine_core
         if not core.batch_queue:
             return
@@ -141,5 +145,6 @@ class Turns:
 
 
 def _isolated() -> Any:
-    """Leave torch's generators alone: vLLM draws from them on a CPU, and with a draft, even for requests with a seed."""
+    """Leave torch's generators alone: vLLM draws from them on a CPU, and with a draft, even for requests with
+    a seed."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
