@@ -113,12 +113,12 @@ def toy_model(toy: Path):
 def parts(toy, toy_model):
     """The engine and the renderer that `play` takes."""
     from grpo.engines.builtin.engine import TransformersEngine
-    from grpo.extras.tools.renderer import TokenizerRenderer
+    from grpo.env.chat_template import TemplateRenderer
     from grpo.models.pretrained import Pretrained
 
     engine = TransformersEngine()
     engine.load_weights(toy_model, 0)
-    return engine, TokenizerRenderer(Pretrained(str(toy)).tokenizer())
+    return engine, TemplateRenderer(Pretrained(str(toy)).tokenizer())
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-WORK = 2_000_000_000  # bytes that vLLM computes with beside weights and cache, on a GPU: a margin, not measured
+# bytes that vLLM computes with beside weights and cache, on a GPU: a margin, not measured
+WORK = 2_000_000_000
 SEQUENCES = 32  # that should fit into the cache at once
 MOST = 0.9  # of a device
 

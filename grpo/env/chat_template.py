@@ -241,7 +241,8 @@ class TemplateRenderer:
     def _extended(self, before: tuple[int, ...], fresh: tuple[int, ...]) -> tuple[int, ...]:
         """`before` and the ids of what follows it in the text of `fresh`; or `fresh`, where this is not the
         same text."""
-        text = self._decoded(fresh)  # not the template's: a tokenizer may normalize what it reads, as Qwen's does
+        # not the template's: a tokenizer may normalize what it reads, as Qwen's does
+        text = self._decoded(fresh)
         ids = before + self._encoded(text[len(self._decoded(before)) :])
         return ids if self._decoded(ids) == text else fresh
 

@@ -41,7 +41,8 @@ def check_adapted(policy: nn.Module) -> None:
     The routers of Llama 4 and Phi-3.5 MoE return more: PEFT adapts them, and then fails when the model runs.
     """
     adapters = {name: m for name, m in policy.named_modules() if hasattr(m, "lora_A")}
-    kinds = {name: getattr(m, "parameter_name", "weight") for name, m in adapters.items()}  # experts have no layers
+    # experts have no layers
+    kinds = {name: getattr(m, "parameter_name", "weight") for name, m in adapters.items()}
     uses = Counter(id(p) for m in policy.modules() for p in m._parameters.values() if p is not None)
     if shared := [n for n, m in adapters.items() if uses[id(getattr(m.get_base_layer(), kinds[n], None))] > 1]:
         line = f"adapter: {len(shared)} layers share weights with others, as {shared[0]} does"
@@ -53,7 +54,8 @@ def check_adapted(policy: nn.Module) -> None:
         if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
             continue
         state = layer.weight.new_zeros(1, layer.in_features)
-        if state.is_floating_point() and not isinstance(layer(state), Tensor):  # other numbers are of quantized layers
+        # other numbers are of quantized layers
+        if state.is_floating_point() and not isinstance(layer(state), Tensor):
             out = f"+adapter.exclude_modules=[{name.rpartition('.')[2]}]"
             raise UserError(f"adapter: PEFT cannot adapt a {type(layer).__name__}, as {name} is: set {out}")
     if any(isinstance(p, FakeTensor) for p in policy.parameters()):

@@ -169,7 +169,8 @@ class OfTokens(Function):
     ):
         states, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         saved = hidden.new_empty(3, len(targets), dtype=torch.float32)
-        keeps = any(ctx.needs_input_grad) and len(targets) <= size  # else the backward pass computes them again
+        # else the backward pass computes them again
+        keeps = any(ctx.needs_input_grad) and len(targets) <= size
         kept = []
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):

@@ -40,7 +40,8 @@ def with_masters(
         return optimizer
 
     # not float32 parameters under autocast: every pass would cast every weight, and need both
-    def lift(p: Tensor) -> None:  # runs in the backward pass, so that only one parameter has a gradient at a time
+    # runs in the backward pass, so that only one parameter has a gradient at a time
+    def lift(p: Tensor) -> None:
         master, grad = masters[p], p.grad.to(masters[p].device)
         if master.grad is None:
             master.grad = grad.float()

@@ -231,10 +231,12 @@ def pack(batch: TokenBatch, share: bool, kernel: Kernel | None = None) -> tuple[
     shared, rest = [], []  # of each group: the tokens that its rows share, and those of each row after them
     for members in together.values():
         prompt, several = prompts[members[0]], len(members) > 1
-        shared.append(prompt if several else prompt + rows[members[0]])  # a row alone is one sequence with its prompt
+        # a row alone is one sequence with its prompt
+        shared.append(prompt if several else prompt + rows[members[0]])
         rest.append([rows[r] for r in members] if several else [])
     plan = Packed(shared, rest, batch.ids.device, kernel)
-    before: dict[int, tuple[int, int]] = {}  # by row: the indices in T of its prompt's last token, and of its own first
+    # by row: the indices in T of its prompt's last token, and of its own first
+    before: dict[int, tuple[int, int]] = {}
     of_prompts, of_rows = plan.starts[: len(shared)], iter(plan.starts[len(plan.prompt_lengths) :])
     for members, first in zip(together.values(), of_prompts, strict=True):
         for r in members:

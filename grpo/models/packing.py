@@ -81,7 +81,8 @@ def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Ten
     # by tokens, not by so many rows: answers differ tenfold in length, and memory grows with tokens
     pieces: list[list[int]] = [[]]
     for members in sorted(groups.values(), key=size, reverse=True):
-        if size(members) <= max_tokens < size([*pieces[-1], *members]):  # keep them together in the next piece
+        # keep them together in the next piece
+        if size(members) <= max_tokens < size([*pieces[-1], *members]):
             pieces.append([])
         for r in members:
             if pieces[-1] and size([*pieces[-1], r]) > max_tokens:

@@ -118,8 +118,10 @@ class Pretrained:
         tokenizer = self._load(AutoTokenizer, "tokenizer")
         last, rows = max(tokenizer.get_vocab().values(), default=0), self.config().get_text_config().vocab_size
         without_row = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
-        if without_row.keys() <= set(tokenizer.all_special_ids):  # as of images, for which a text model has no use
-            tokenizer.without_row = without_row  # `renderer.encoded` refuses them in prompts, and no sample has them
+        # as of images, for which a text model has no use
+        if without_row.keys() <= set(tokenizer.all_special_ids):
+            # `renderer.encoded` refuses them in prompts, and no sample has them
+            tokenizer.without_row = without_row
         else:
             beyond = f"the id {last} ({tokenizer.convert_ids_to_tokens(last)!r}), the model's embedding {rows} rows"
             fix = "save the model after model.resize_token_embeddings(len(tokenizer)), or take its own tokenizer"

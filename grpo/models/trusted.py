@@ -20,7 +20,8 @@ from grpo.system.errors import StopError
 log = logging.getLogger(__name__)
 
 PROBE = "grpo_probe"
-STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|ShortConv|Recurrent|Rwkv|Lightning|Conv1d")  # names of layers
+# names of layers
+STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|ShortConv|Recurrent|Rwkv|Lightning|Conv1d")
 FAR = 2**20  # a context that is long enough
 
 

@@ -4,8 +4,8 @@ import pytest
 from conftest import EXAMPLES
 
 from grpo.data.prompts import Uniform
+from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
-from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.prompt_limit import PromptLimit
 from grpo.system.errors import UserError
@@ -44,7 +44,7 @@ def test_more_prompts_than_examples_is_refused():
 def test_long_prompts_are_refused_dropped_or_cut_from_the_left(toy, caplog):
     caplog.set_level("INFO")
     task, tokenizer = GSM8K(str(EXAMPLES)), Pretrained(str(toy)).tokenizer()
-    renderer = TokenizerRenderer(tokenizer)
+    renderer = TemplateRenderer(tokenizer)
     lengths = [len(renderer.prompt_ids(task.build(e).start().messages)) for e in task.examples("train")]
     longest = max(lengths)
     assert PromptLimit().within(longest + 8, 8).fitting(task, "train", renderer) == task.examples("train")
@@ -71,7 +71,7 @@ def test_long_prompts_are_refused_dropped_or_cut_from_the_left(toy, caplog):
     assert limit.fitting(task, "train", renderer) == task.examples("train")
     messages = [Message("user", "one two three four five six seven")]
     whole = renderer.prompt_ids(messages)
-    assert TokenizerRenderer(tokenizer, limit.kept).prompt_ids(messages) == whole[-5:]
+    assert TemplateRenderer(tokenizer, limit.kept).prompt_ids(messages) == whole[-5:]
     with pytest.raises(UserError, match="is not one of refuse, drop, truncate"):
         PromptLimit(too_long="cut")
     with pytest.raises(UserError, match="leaves no room for a prompt"):

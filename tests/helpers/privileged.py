@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 from conftest import EXAMPLES
 
+from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.module import Lessons
-from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.types import Group, Sample
@@ -19,8 +19,8 @@ from helpers.learning import make_module
 from tasks.gsm8k import GSM8K
 
 
-def renderer_of(folder) -> TokenizerRenderer:
-    return TokenizerRenderer(Pretrained(str(folder)).tokenizer())
+def renderer_of(folder) -> TemplateRenderer:
+    return TemplateRenderer(Pretrained(str(folder)).tokenizer())
 
 
 def talk(renderer, *turns: tuple[str, str], pages: bool = False, example=None, **reward) -> Sample:

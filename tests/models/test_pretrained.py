@@ -14,8 +14,8 @@ from transformers import Phi3Config
 from grpo.apps.cli import check_model
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
-from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import InMemory, Pretrained
 from grpo.system.errors import UserError
 
@@ -159,7 +159,7 @@ def test_a_special_token_without_a_row_is_refused_only_in_a_prompt(folder):
     rows = len(tokenizer)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image_soft_token>"]})
     tokenizer.save_pretrained(folder)
-    renderer = TokenizerRenderer(Pretrained(str(folder)).tokenizer())
+    renderer = TemplateRenderer(Pretrained(str(folder)).tokenizer())
     assert rows not in renderer.prompt_ids([Message("user", "How many are 1 + 2?")])
     for prompt in ([Message("user", "a <image_soft_token>?")], "a <image_soft_token>?"):
         with pytest.raises(UserError, match=r"^a prompt has '<image_soft_token>', for which .* no row: leave it out$"):

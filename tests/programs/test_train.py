@@ -27,9 +27,9 @@ from grpo.config.explain import explain
 from grpo.config.resuming import saved_config
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.env.chat_template import TemplateRenderer
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.evaluation.intervals import mean_interval
-from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.runs.run import Run
 from grpo.system.errors import StopError, UserError
@@ -197,7 +197,7 @@ def greedy(model) -> list[str]:
     """Return a model's answers to our test rows."""
     engine = TransformersEngine()
     engine.load_weights(model, 0)
-    renderer = TokenizerRenderer(Pretrained(model.config._name_or_path).tokenizer())
+    renderer = TemplateRenderer(Pretrained(model.config._name_or_path).tokenizer())
     evaluation = Evaluator(Sampling(16, temperature=0.0))(GSM8K(str(EXAMPLES)), engine, renderer, seed=0)
     return [group[0].trajectory.answer for group in evaluation.groups]
 

@@ -9,11 +9,11 @@ from conftest import EXAMPLES, compose_config, seed
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.evaluator import Evaluator
-from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import scores
 from grpo.rollout.engine_queue import EngineQueue
@@ -101,7 +101,7 @@ def test_plans_that_cannot_be_are_refused(wrong):
 
 def test_a_renderer_without_template_reads_plain_text_and_a_prefill_is_continued(toy):
     tokenizer = Pretrained(str(toy)).tokenizer()
-    renderer = TokenizerRenderer(tokenizer)
+    renderer = TemplateRenderer(tokenizer)
     question, prefill = Message("user", "2 + 2?"), Message("assistant", "It is")
     asked, continued = (tokenizer.decode(renderer.prompt_ids(m)) for m in ([question], [question, prefill]))
     assert asked == "<|user|>2 + 2?<|end|><|assistant|>" and continued == asked + "It is"

@@ -14,10 +14,10 @@ from helpers.time_limits import keep_for
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
+from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
 from grpo.env.types import Reward, SingleTurn
-from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rewards.combined import Rewards
 from grpo.rollout.collate import collate, scores
@@ -229,7 +229,7 @@ def test_rewards_come_while_others_are_still_generating(toy, toy_model):
     """The engine samples prompt 0 first: its group is scored before the group of prompt 1 has been sampled."""
     engine = TransformersEngine(max_cache_tokens=1000)
     engine.load_weights(toy_model, 0)
-    renderer = TokenizerRenderer(Pretrained(str(toy)).tokenizer())
+    renderer = TemplateRenderer(Pretrained(str(toy)).tokenizer())
     order, first = [], threading.Event()
 
     class Told(Echo):
@@ -277,7 +277,7 @@ def test_a_reward_with_a_state_is_called_in_order(toy, toy_model):
             later = engine.sample(prompts[2:], sampling, seeds[2:], lambda i, completion: done(i + 2, completion))
             return engine.sample(prompts[:2], sampling, seeds[:2]) + later
 
-    renderer = TokenizerRenderer(Pretrained(str(toy)).tokenizer())
+    renderer = TemplateRenderer(Pretrained(str(toy)).tokenizer())
     groups = play(Falling(), [0, 1], 2, Backwards(), renderer, Sampling(4), lambda *path: derive_seed(0, *path))
     assert calls == [(p, sample.trajectory.answer) for p, group in enumerate(groups) for sample in group]
     assert [[sample.reward.value for sample in group] for group in groups] == [[0, -1], [-2, -3]]

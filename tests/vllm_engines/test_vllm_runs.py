@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from grpo.engines.vllm.engine import VLLMEngine
-from grpo.extras.tools.renderer import TokenizerRenderer
+from grpo.env.chat_template import TemplateRenderer
 from grpo.runs.run import Run
 from tasks.gsm8k import GSM8K
 from train import train
@@ -93,7 +93,7 @@ def test_an_engine_that_keeps_old_weights_is_told_of_and_has_room_for_the_longes
     gaps = [row["rollout/logprob_gap"] for row in rows(tmp_path) if "rollout/logprob_gap" in row]
     assert gaps[0] < 1e-5 and gaps[1] > 0.03 and gaps[2] > 0.03
     assert "the engine may hold old weights" in caplog.text
-    render = TokenizerRenderer(AutoTokenizer.from_pretrained(toy)).prompt_ids
+    render = TemplateRenderer(AutoTokenizer.from_pretrained(toy)).prompt_ids
     task = GSM8K(VARIED["path"])
     every = [*task.examples("train"), *task.examples("test")]
     longest = max(len(render(task.build(row).start().messages)) for row in every)

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 Cache = type[KVCache] | type[PaddedCache]
 STEPS = {"cpu": 1}  # tokens until the host looks for rows that have ended, for which it waits; 16 on a device
 EXACT = 1e-4  # largest allowed error of log-probabilities in float32
-LOOSE = 0.1  # the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
+# the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
+LOOSE = 0.1
 
 
 class TransformersEngine:
@@ -86,7 +87,8 @@ class TransformersEngine:
         self.choose()
         prompts = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        waiting = deque(sorted(range(len(prompts)), key=lambda i: place[prompts[i]]))  # equal prompts side by side
+        # equal prompts side by side
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: place[prompts[i]]))
         device, eos = self.model.device, self.model.generation_config.eos_token_id
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
         stop_ids, every = {*eos, *sampling.stop_ids}, STEPS.get(device.type, 16)

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.models.packed_attention import AttentionPlan
 
-SMALL = 1 << 24  # parameters of a model whose matrices are joined: that copies them, and saves less the larger they are
+# parameters of a model whose matrices are joined: that copies them, and saves less the larger they are
+SMALL = 1 << 24
 
 
 def is_plain_llama(model: nn.Module) -> bool:
@@ -56,13 +57,15 @@ class LlamaCache(KVCache):
         positions = torch.arange(self.widest + max_tokens)[None]
         cos, sin = model.model.rotary_emb(model.model.norm.weight, positions)  # [1, positions, D]
         self.cos, (first, second) = cos[0], sin[0].chunk(2, dim=-1)
-        self.sin = torch.cat([-first, second], dim=-1)  # of x rotated by half: rotate_half(x) sin, sign included
+        # of x rotated by half: rotate_half(x) sin, sign included
+        self.sin = torch.cat([-first, second], dim=-1)
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
         """Return logits, [T, V], or those of the tokens `logits_to_keep`. ids, positions: [1, T]."""
         config, eps, shape = self.model.config, self.model.config.rms_norm_eps, (self.model.config.hidden_size,)
         heads, kv, width = config.num_attention_heads, config.num_key_value_heads, self.cos.shape[1]
-        cos, sin = (table.index_select(0, positions[0])[:, None] for table in (self.cos, self.sin))  # [T, 1, D]
+        # [T, 1, D]
+        cos, sin = (table.index_select(0, positions[0])[:, None] for table in (self.cos, self.sin))
         x = F.embedding(ids[0], self.model.model.embed_tokens.weight)  # [T, hidden]
         for i, (norm, qkv, out, norm_mlp, gate_up, down) in enumerate(self.layers):
             joined = products(F.rms_norm(x, shape, norm, eps), qkv).view(len(x), -1, width)  # [T, H + 2 K, D]

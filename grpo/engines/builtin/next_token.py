@@ -126,7 +126,8 @@ class NextTokens:
         penalized = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
         is_greedy = sampling.temperature == 0
         token = penalized.argmax(-1) if is_greedy else draw(filter_logits(penalized, sampling), uniform)
-        below = scaled - scaled.amax(-1, keepdim=True)  # as in `scores_of_rows`: a CPU's log_softmax is less exact
+        # as in `scores_of_rows`: a CPU's log_softmax is less exact
+        below = scaled - scaled.amax(-1, keepdim=True)
         return token, below.gather(-1, token[:, None]).squeeze(-1) - below.exp().sum(-1).log()
 
     def tails(self, width: int) -> list[list[int]]:

@@ -73,7 +73,8 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
     second = mixed(mixed(mixed(high + 0x9E3779B9) ^ position) ^ low)
     token = torch.arange(size, device=keys.device)
     bits = mixed(mixed(token + first) ^ second)  # [B, V], 32 random bits
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32  # above 0, and finest there, where the draws that win are
+    # above 0, and finest there, where the draws that win are
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log1p(-uniform)
 
 

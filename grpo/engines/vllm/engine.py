@@ -87,7 +87,8 @@ class VLLMEngine:
             "enable_prefix_caching": True,
             "gpu_memory_utilization": GPU_SHARE,
             "use_tqdm_on_load": False,
-            "skip_tokenizer_init": not has_tokenizer(path),  # token ids in and out; only guided sampling needs text
+            # token ids in and out; only guided sampling needs text
+            "skip_tokenizer_init": not has_tokenizer(path),
             **sleeping(self.sleeps),
             **args_for(path),
         }
@@ -134,7 +135,8 @@ class VLLMEngine:
             launched = {"distributed_executor_backend": "external_launcher"}
             device = torch.cuda.current_device() if torch.cuda.is_available() else 0
             os.environ |= {"RANK": str(distributed.rank()), "LOCAL_RANK": str(device)}
-        gc.collect()  # delete an engine of an earlier run now, with torch's process group, not while this one is built
+        # delete an engine of an earlier run now, with torch's process group, not while this one is built
+        gc.collect()
         with isolate_rng(), short_errors(building=True):  # the constructor reseeds every global generator
             self._llm = self._new(**launched)
         self._turns = Turns(self._llm)
@@ -237,7 +239,8 @@ class VLLMEngine:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
         outputs: dict[int, Any] = {}
         self._turns.run(partial(self._enqueue, sequences, params), set(), outputs.__setitem__)
-        places = [[place or {} for place in out.prompt_logprobs] for _, out in sorted(outputs.items())]  # by id
+        # by id
+        places = [[place or {} for place in out.prompt_logprobs] for _, out in sorted(outputs.items())]
         return [[{i: p.logprob for i, p in place.items()} for place in sequence] for sequence in places]
 
     def sleep(self) -> None:
@@ -245,7 +248,8 @@ class VLLMEngine:
         if self.sleeps and not self._asleep:
             with self._turns.between_steps():
                 self._release()
-            self._asleep, self.version = True, None  # None: the next load copies weights whatever their version
+            # None: the next load copies weights whatever their version
+            self._asleep, self.version = True, None
 
     def _release(self) -> None:
         self._llm.sleep(level=2)

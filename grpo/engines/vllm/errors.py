@@ -54,7 +54,8 @@ def short_errors(building: bool = False) -> Iterator[None]:
     except UserError:
         raise
     except (torch.OutOfMemoryError, ValueError, TypeError, RuntimeError, AssertionError) as error:
-        [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)  # below pydantic's heading
+        # below pydantic's heading
+        [*_, line] = re.split("Value error, |Assertion failed, ", str(error), maxsplit=1)
         line = line.partition("\n")[0].strip()
         if fix := memory_advice(str(error)):
             raise UserError(f"vLLM found too little memory ({line}): {fix}") from error

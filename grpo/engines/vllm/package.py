@@ -15,7 +15,8 @@ def import_vllm() -> None:
     """Import vLLM for use in this process. Raises UserError with the install command if it is missing or of
     another version."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `transfer.exact_logprobs` patches the old model runner
+    # `transfer.exact_logprobs` patches the old model runner
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm

@@ -9,7 +9,8 @@ from grpo.engines.protocol import Prompts, Sampling
 from grpo.system.errors import UserError
 
 ARGS = {  # fixed: the user's args cannot change them
-    "generation_config": "vllm",  # otherwise the folder's generation_config.json silently changes the sampling
+    # otherwise the folder's generation_config.json silently changes the sampling
+    "generation_config": "vllm",
     "logprobs_mode": "raw_logprobs",  # made exact by grpo.engines.vllm.transfer
     "weight_transfer_config": {"backend": "grpo"},  # that module
 }

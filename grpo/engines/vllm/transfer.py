@@ -78,7 +78,8 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
 
     def start_weight_update(self) -> None:
         """Begin an update of all weights."""
-        if current_platform.is_cpu():  # where experts have a kernel, vLLM would not pack their new weights for it
+        # where experts have a kernel, vLLM would not pack their new weights for it
+        if current_platform.is_cpu():
             for module in self.model.modules():
                 if hasattr(experts := getattr(module, "quant_method", None), "moe_kernel"):
                     experts.moe_kernel = None
@@ -102,7 +103,8 @@ class Transfer(WeightTransferEngine[Group, Bucket]):
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device if self.group.name() == "nccl" else "cpu")
         self.group.broadcast(flat, 0).wait()
         parts = zip(bucket.names, kinds, bucket.shapes, flat.split(sizes), strict=True)
-        return [(name, part.clone().view(kind).view(shape)) for name, kind, shape, part in parts]  # clone: aligned
+        # clone: aligned
+        return [(name, part.clone().view(kind).view(shape)) for name, kind, shape, part in parts]
 
     def finish_weight_update(self) -> None:
         """End the update: process the loaded layers as vLLM does after reading a checkpoint."""
@@ -131,7 +133,8 @@ def exact_logprobs() -> None:
         return
     forward, mask = Sampler.forward, gpu_model_runner.apply_grammar_bitmask
     verify, gathered = RejectionSampler.forward, RejectionSampler._get_logprobs_tensors
-    now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}  # values of the step being sampled
+    # values of the step being sampled
+    now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}
     draft = dict(
         now
     )  # the same, for the step's drafts: the sampler, which draws the token after a draft, forgets its own

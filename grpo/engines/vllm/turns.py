@@ -12,7 +12,8 @@ import torch
 
 from grpo.engines.vllm.errors import short_errors
 
-LOOK = 1.0  # seconds after which a waiting thread looks again, and hears an exception that another thread has set in it
+# seconds after which a waiting thread looks again, and hears an exception that another thread has set in it
+LOOK = 1.0
 
 HandOver = Callable[[int, Any], None]  # index of a request, its finished RequestOutput
 
