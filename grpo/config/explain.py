@@ -94,7 +94,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
 
 def known_elsewhere(name: str, *headers: str) -> str | None:
     """Return what a setting of another system is here, in one line; None if it is in no table with these headers."""
-    return of_appendix("migration.foreign.known_elsewhere", lambda *_: None)(name, *filter(None, [headers]))
+    return of_appendix("migration.foreign.told", lambda *_: None)(name, *filter(None, [headers]))
 
 
 def no_key(key: str, keys: Sequence[str], *headers: str) -> str:

@@ -10,7 +10,7 @@ from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
 if TYPE_CHECKING:
-    from grpo.extras.migration.foreign import Row
+    from grpo.extras.migration.foreign import TableRow
 
 CHOICES = {  # together they have the keys that the tables name
     "train": (
@@ -68,7 +68,7 @@ def holds(word: str) -> bool:
     return any(has(config, key) for config in configs())
 
 
-def faults(rows: "list[Row]") -> list[str]:
+def faults(rows: "list[TableRow]") -> list[str]:
     """Return the keys in the last two columns of the rows that do not exist, and refusals without a reason."""
     found = []
     for *_, here, remark in rows:

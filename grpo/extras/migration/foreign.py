@@ -22,7 +22,7 @@ SETTINGS, ARGUMENTS = ("TRL", "flag"), ("argument",)  # headers of first columns
 IN_TICKS = re.compile(r"`([^`]+)`")
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table, as Markdown. header: of the column `theirs`. here: keys, `none` or `always`."""
 
     header: str
@@ -51,12 +51,12 @@ class Foreign:
 
 
 @cache
-def rows() -> list[Row]:
+def rows() -> list[TableRow]:
     """Return the rows of all tables: TRL's fields, those of older versions, arguments of its trainer; then the other systems."""
     data = yaml.load(TRL.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     trl = [row for part in ("fields", "others", "trainer") for row in data[part]]
-    found = [Row("TRL", "TRL", ticked(row["trl"]), ticked(row["here"]), row.get("remark", "")) for row in trl]
-    return found + [Row(*line.split("\t")) for line in OTHERS.read_text(encoding="utf-8").splitlines()]
+    found = [TableRow("TRL", "TRL", ticked(row["trl"]), ticked(row["here"]), row.get("remark", "")) for row in trl]
+    return found + [TableRow(*line.split("\t")) for line in OTHERS.read_text(encoding="utf-8").splitlines()]
 
 
 def ticked(words: str) -> str:
@@ -64,7 +64,7 @@ def ticked(words: str) -> str:
     return words if words in ("always", "none") else ", ".join(f"`{word}`" for word in words.split())
 
 
-def named(row: Row) -> Iterator[Foreign]:
+def settings_in(row: TableRow) -> Iterator[Foreign]:
     """Yield each setting in a row, as plain text. Several share all keys, unless there is one key for each."""
     theirs, keys = IN_TICKS.findall(row.theirs), IN_TICKS.findall(row.here)
     remark = re.sub(r"\[([^]]*)\]\([^)]*\)|`", lambda link: link[1] or "", row.remark).partition("; ")[0]
@@ -78,7 +78,7 @@ def named(row: Row) -> Iterator[Foreign]:
 def tables(headers: tuple[str, ...] = SETTINGS) -> Mapping[str, list[Foreign]]:
     """Return the settings of the tables with these headers, by `plain_name` name."""
     found: dict[str, list[Foreign]] = defaultdict(list)
-    for setting in (setting for row in rows() if row.header in headers for setting in named(row)):
+    for setting in (setting for row in rows() if row.header in headers for setting in settings_in(row)):
         found[plain_name(setting.name)].append(setting)
     return found
 
@@ -103,7 +103,7 @@ def plain_name(name: str) -> str:
     return name.lstrip("-+~").replace("-", "_").removeprefix("actor_rollout_ref.")
 
 
-def known_elsewhere(name: str, headers: tuple[str, ...] = SETTINGS) -> str | None:
+def told(name: str, headers: tuple[str, ...] = SETTINGS) -> str | None:
     """Return what a setting of other systems is here, in one line; None if no table has the name.
 
     name: a key, a flag or an argument. One that no table has is looked up by its last part, as `FIRST.*`, and as the last part of

@@ -7,7 +7,7 @@ import pytest
 from grpo.apps.cli import parsed, remove_unused
 from grpo.config.explain import nearest, no_key
 from grpo.config.overview import help_text
-from grpo.extras.migration.foreign import ARGUMENTS, known_elsewhere, tables
+from grpo.extras.migration.foreign import ARGUMENTS, tables, told
 from grpo.system.errors import UserError
 
 KEYS = ["algo", "algo.kl", "algo.kl.coef", "optim", "optim.optimizer", "optim.optimizer.lr", "optim.optimizer.betas", "rollout",
@@ -36,12 +36,12 @@ KEYS = ["algo", "algo.kl", "algo.kl.coef", "optim", "optim.optimizer", "optim.op
     ],
 )
 def test_a_name_of_another_system_is_found_in_the_tables(name, line):
-    assert line in known_elsewhere(name)
+    assert line in told(name)
 
 
 def test_what_no_table_has_is_unknown_and_arguments_of_python_are_their_own_table():
-    assert known_elsewhere("colour") is None and len(tables()) > 400
-    assert known_elsewhere("reward_funcs", ARGUMENTS).startswith("TRL's reward_funcs is rewards here")
+    assert told("colour") is None and len(tables()) > 400
+    assert told("reward_funcs", ARGUMENTS).startswith("TRL's reward_funcs is rewards here")
 
 
 def test_a_key_of_ours_wins_over_a_foreign_name_and_that_over_a_similar_one():
