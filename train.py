@@ -70,7 +70,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     kernels = KernelsCallback(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
     checks = of_appendix("preflight.callback.PreflightCallback", NoPreflight)
-    preflight = checks(config.preflight, rollout, evaluator, examples, tokenizer)
+    of_update = getattr(instantiate(config.module), "keywords", {}).get("parts")
+    preflight = checks(config.preflight, rollout, evaluator, examples, tokenizer, of_update)
     others = completed(instantiate(config.callbacks), tokenizer)
     check_own(play, engine, others, L.Callback)
     # called in this order

@@ -13,6 +13,7 @@ from helpers.appendices import LACKING, MAP
 from helpers.project import imports
 
 import grpo
+from grpo.system.moved import COMMANDS, new_names
 
 ROOT = Path(__file__).parents[1]
 ROOMS = "system env data rewards objectives models engines rollout evaluation runs training".split()
@@ -83,6 +84,13 @@ def test_an_appendix_imports_the_book_and_what_its_door_names():
             assert extras_of(file) <= {name, *needs}, f"{file} imports {extras_of(file) - {name, *needs}}"
             line = {one.split(".")[1] for one in of_ours(file)} & COMMAND_LINE
             assert not line or file.stem in ("__main__", *programs), f"{file} imports {line}"
+
+
+def test_no_module_is_imported_by_its_old_name():
+    """Old names are for users: the log says the new one at each."""
+    for file in [*lines.files(), *(ROOT / "tests").rglob("test_*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        old = {name for name in imports(file) if name in new_names() and name not in COMMANDS}
+        assert not old or file.name in ("test_moved.py", "test_with_a_critic.py"), f"{file} imports {old}"
 
 
 def test_only_the_command_line_knows_tasks():

@@ -39,7 +39,7 @@ NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is co
     *("optim", "callbacks", "eval", "logger", "trainer", "strategy", "preflight", "resume", "deployment", "engine"),
     *("rollout", "teacher", "critic", "module", "alarms", "forecast"),
 )
-SHOWN = "grpo.training.callbacks."  # callbacks that do not change what a run learns
+SHOWN = ("grpo.training.callbacks.", "grpo.extras.")  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 NAME = re.compile(r"\b(?:grpo|tasks)(?:\.\w+)+")  # of a module, or of what is in it
 SLOTS = {  # of conf/, which an earlier version filled itself: by class, the name of its slot, and the function in it

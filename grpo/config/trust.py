@@ -15,10 +15,16 @@ from grpo.system.root import ROOT
 RUNS = ("command", "trust_remote_code", "unconfined", "sandbox")
 HARMLESS = (
     "grpo.objectives.",
+    "grpo.extras.losses.",
+    "grpo.extras.critic.",
+    "grpo.extras.teachers.",
     "grpo.rewards.basic.",
     "grpo.extras.grading.functions.",
     "grpo.rewards.functions.",  # its old name
     "grpo.training.callbacks.",
+    "grpo.extras.early_stopping.",
+    "grpo.extras.report.",
+    "grpo.extras.trackers.",
     "torch.optim.",
     "grpo.config.objects.model_given",
 )

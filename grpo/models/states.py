@@ -13,7 +13,7 @@ from grpo.models.logprobs import Layout
 from grpo.models.packed_attention import Kernel, attending, pack
 from grpo.models.temperature import temperatures
 from grpo.objectives.batch import TokenBatch
-from grpo.system.devices import sent
+from grpo.system.memory import sent
 
 Reader = Callable[[nn.Module, Tensor, TokenBatch], Tensor]  # model, states [n, hidden], the rows of the pass
 

@@ -101,7 +101,7 @@ def test_a_reward_that_seeds_every_generator_changes_nothing(smoke, tmp_path):
 )
 def test_a_function_that_ends_the_process_is_named(last, line):
     """As in a run: the function runs in a thread."""
-    code = "import os, sys, threading\nfrom grpo.system import exits\nwitness.watch()\n"
+    code = "import os, sys, threading\nfrom grpo.system import exits\nexits.watch()\n"
     code += "def call():\n    with exits.seen('the reward function \\'mine\\''): mine()\n"
     code += f"def mine():\n    {last}\n"
     code += "thread = threading.Thread(target=call)\nthread.start(), thread.join()\n"
@@ -112,7 +112,7 @@ def test_a_function_that_ends_the_process_is_named(last, line):
 def test_a_function_that_leaves_the_process_fails_the_run():
     """With exit code 0 the run would seem to have finished."""
     code = "import os\nfrom grpo.system import exits\nfrom grpo.rewards.combined import Rewards\n"
-    code += "from grpo.env.types import Trajectory\nwitness.watch()\ndef mine(completions): os._exit(0)\n"
+    code += "from grpo.env.types import Trajectory\nexits.watch()\ndef mine(completions): os._exit(0)\n"
     code += (
         "try: Rewards(mine)._called({'completions': ['a']}, {})\nexcept Exception as error: print(error, flush=True)\n"
     )

@@ -30,6 +30,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.chat_template import TemplateRenderer
 from grpo.evaluation.evaluator import Evaluation, Evaluator
 from grpo.evaluation.intervals import mean_interval
+from grpo.extras.devices.strategy import Strategy
 from grpo.models.pretrained import Pretrained
 from grpo.runs.run import Run
 from grpo.system.errors import StopError, UserError
@@ -377,7 +378,7 @@ def test_an_argument_that_hydra_cannot_read_is_shown_in_quotes():
 def test_processes_that_never_come_are_refused(given, line, monkeypatch):
     for name in ("MASTER_ADDR", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    trainer = make_trainer([], [], "cpu", **given)
+    trainer = make_trainer([], [], "cpu", strategy=Strategy(), **given)
     trainer.strategy._configure_launcher()
     with pytest.raises(UserError, match=line):
         trainer.strategy.launcher.launch(print)

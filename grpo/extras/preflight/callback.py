@@ -27,6 +27,7 @@ from grpo.system.ranges import require
 from grpo.system.seeds import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.module import GRPOModule
+from grpo.training.parts import UpdatePart
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class PreflightCallback(L.Callback):
 
     settings: the mode, or mode and skip. on: a FAIL stops the run with exit code 3. warn: a FAIL is a warning. off: no checks.
     only: the run ends after them. skip: checks that are not made, each by its name or a part of it.
-    examples: the rows of each split. tokenizer: the model's own.
+    examples: the rows of each split. tokenizer: the model's own. parts: of the update, which may have checks.
     Mutable: parts, those of the memory forecast; verdicts, by the name of the check; plan; noted, called when a verdict is known.
     """
 
@@ -50,9 +51,12 @@ class PreflightCallback(L.Callback):
         evaluator: Evaluator,
         examples: Mapping[str, Sequence[Example]],
         tokenizer: PreTrainedTokenizerBase | None = None,
+        parts: Mapping[str, UpdatePart | None] | None = None,
     ) -> None:
         both = {"mode": settings} if isinstance(settings, str) else settings
-        self.mode, self.skip = both["mode"], both.get("skip", ())
+        self.mode = both["mode"]
+        checks = CHECKS | checks_of(parts or {})
+        self.waived = {check_named(part, checks) for part in both.get("skip", ())}
         require("preflight", self.mode, Mode)
         self.rollout, self.evaluator, self.examples = rollout, evaluator, examples
         self.tokenizer = tokenizer
@@ -79,13 +83,9 @@ class PreflightCallback(L.Callback):
             return self.judge()
         rollouts, version = self.rollout.rollouts, self.rollout.learned
         probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version, parts=self.parts)
-        of_parts = {
-            name: check for part in getattr(module, "parts", {}).values() for name, check in part.checks.items()
-        }
-        checks = {} if self.mode == "off" else CHECKS | of_parts
+        checks = {} if self.mode == "off" else CHECKS | checks_of(getattr(module, "parts", {}))
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
-        waived = {check_named(part, CHECKS | of_parts) for part in self.skip}
         before = everything(self.rollout.objects)
         allowed = self.rollout.stop.allowed("nothing was learned, and the same command begins again", saves=False)
         try:
@@ -95,7 +95,7 @@ class PreflightCallback(L.Callback):
                     self.rollout.sync()
                     start += time.perf_counter()
                 for name, check in checks.items():
-                    self.verdicts[name] = WAIVED if name in waived else agreed(outcome(check, probe))
+                    self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
                     self.rollout.rounding = vars(probe).get("bound")
                     self.noted()
                     show_verdict(name, self.verdicts[name])  # at once: on a large model the checks take minutes
@@ -131,6 +131,11 @@ class PreflightCallback(L.Callback):
                 log.warning("preflight: %s: %s; %s", name, v.compared, v.remedy)
         if self.mode == "only":
             raise SystemExit(0)
+
+
+def checks_of(parts: Mapping[str, UpdatePart | None]) -> dict[str, Callable[[Any], Any]]:
+    """Return the checks that the parts of an update have, by name."""
+    return {name: check for part in parts.values() if part is not None for name, check in part.checks.items()}
 
 
 def check_named(part: str, checks: Mapping[str, Any] = CHECKS) -> str:

@@ -226,11 +226,11 @@ def test_the_mean_compares_with_its_own_head_and_a_checkpoint_restores_it(toy, r
     assert metrics["teacher/divergence"] == pytest.approx(torch.cat(exact).mean().item(), rel=1e-4)
     assert gap.abs().max() > 1e-3
     again = taught(policy, Itself("ema", 0.5), renderer, **teaching())
-    again.teacher.load_state_dict(saved)
-    for name, p in again.teacher.state_dict().items():
+    again.parts["teacher"].teacher.load_state_dict(saved)
+    for name, p in again.parts["teacher"].teacher.state_dict().items():
         assert torch.equal(p, saved[name])
     with pytest.raises(UserError, match="has no mean of this policy"):
-        again.teacher.load_state_dict({})
+        again.parts["teacher"].teacher.load_state_dict({})
 
 
 def test_a_16_bit_mean_keeps_small_steps(toy, renderer):
