@@ -133,6 +133,13 @@ def test_another_run_needs_a_word(run, override, named, monkeypatch):
     check_resumed(config)
 
 
+@pytest.mark.parametrize("override", ["~callbacks.report", "~callbacks.texts", "~callbacks.samples"])
+def test_a_callback_that_only_shows_may_go(run, override, monkeypatch):
+    """Those of the appendices, too."""
+    monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given: given)
+    check_resumed(resumed(run, override))
+
+
 def test_other_data_needs_a_word(run, tmp_path, caplog):
     """A row more, a row that changes, and one of many that the fingerprint, which looks at a thousand, does not see."""
 
