@@ -32,9 +32,11 @@ from shapes import batch_of, llama, model_of
 
 from grpo.extras.teachers.distillation import vopd
 from grpo.extras.teachers.divergence import Distributions
-from grpo.extras.teachers.module import distributions, logprobs_and_divergence
+from grpo.extras.teachers.kinds import distributions_of
+from grpo.extras.teachers.module import divergence_at
 from grpo.extras.teachers.teaching import Teaching, reverse
 from grpo.models.logprobs import completion_logprobs
+from grpo.models.states import logprobs_and_states
 
 ROWS, PROMPT, ANSWER = 8, 16, 48
 LAYOUT = "shared_prompt", None
@@ -58,15 +60,15 @@ def ways(policy: torch.nn.Module, teacher: torch.nn.Module, vocabulary: int) -> 
 
     def judged() -> Distributions:
         with torch.no_grad():
-            return distributions(teacher, batch, False, *LAYOUT)
+            return distributions_of(teacher, batch, False, *LAYOUT)
 
     def divergence(teaching: Teaching) -> None:
-        lesson = judged(), batch.mask, teaching, False
-        logprobs_and_divergence(lesson, policy, batch, 1.0, False, *LAYOUT)[2].mean().backward()
+        reader = partial(divergence_at, judged(), batch.mask, 1.0, teaching.of_words)
+        logprobs_and_states(policy, batch, 1.0, False, *LAYOUT, [reader], False)[2].mean().backward()
 
     def whole() -> None:
         theirs = judged()
-        ours = distributions(policy, batch, False, *LAYOUT)
+        ours = distributions_of(policy, batch, False, *LAYOUT)
         every = slice(None), 1.0, vocabulary
         with torch.no_grad():
             T = theirs.logprobs(*every)
