@@ -101,7 +101,8 @@ def arguments(target: str) -> dict[str, Any]:
 
 def kinds(node: Any, key: str = "", kind: Any = Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value, annotation) of every leaf and node below a node, the inner ones first."""
-    annotations = arguments(node["_target_"]) if r.is_node(node) and isinstance(node["_target_"], str) else {}
+    target = node["_target_"] if r.is_node(node) else TABLES["classes"].get(key)
+    annotations = arguments(target) if isinstance(target, str) else {}
     of_any_key = next((get_args(member)[1] for member in r.members(kind) if get_origin(member) in (dict, Mapping)), Any)
     if isinstance(node, Mapping):
         for name, value in node.items():

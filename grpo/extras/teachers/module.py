@@ -268,7 +268,8 @@ def divergence_at(
     see `divergences`; states: [m, hidden], before each token of the batch's mask, which has them and maybe others."""
     of_members = replace(batch, mask=members, host=batch.host and replace(batch.host, mask=members.cpu()))
     heat = temperatures(of_members, temperature, packed=True)
-    student = Distributions(model, states[members[batch.mask]])
+    # indices and not a mask: the forecast's states have no memory, so that a mask would not say how many it takes
+    student = Distributions(model, states[members[batch.mask].nonzero()[:, 0]])
     return divergences(student, teacher, batch.ids[:, batch.prompt_width :][members], heat, function)
 
 
