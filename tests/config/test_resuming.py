@@ -135,7 +135,7 @@ def test_another_run_needs_a_word(run, override, named, monkeypatch):
 
 @pytest.mark.parametrize("override", ["~callbacks.report", "~callbacks.texts", "~callbacks.samples"])
 def test_a_callback_that_only_shows_may_go(run, override, monkeypatch):
-    """Those of the appendices, too."""
+    """Callbacks of the appendices, too."""
     monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given: given)
     check_resumed(resumed(run, override))
 

@@ -170,8 +170,8 @@ class Sizes:
         if sharded:
             weights, masters = bytes_of(p for p in model if not p.requires_grad) + bytes_of(learned), 0
         buckets = bytes_of(p for p in model if p.requires_grad) if devices > 1 and not sharded else 0
-        beside = [model for part in getattr(passes, "parts", {}).values() for model in part.models()]
-        learning = [model for model in beside if any(p.requires_grad for p in model.parameters())]
+        of_parts = [model for part in getattr(passes, "parts", {}).values() for model in part.models()]
+        learning = [model for model in of_parts if any(p.requires_grad for p in model.parameters())]
         bodies = [*dict.fromkeys([passes.policy, *learning])]
         gathered = sum(map(in_a_layer, bodies)) if sharded else 0  # layers that are whole while they compute
         of_device = devices if sharded else 1

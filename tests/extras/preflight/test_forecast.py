@@ -302,6 +302,7 @@ def test_a_teacher_takes_its_weights_and_its_pass(toy, tmp_path, divergence):
     foreseen = run.forecast(30)
     module = run.module(run.pretrained.model())
     lessons = module.parts["teacher"]
+    assert foreseen["sampling"] > 0
     assert foreseen["teacher"] == bytes_of(lessons.teacher.loaded.parameters()) + bytes_of(
         lessons.teacher.loaded.buffers()
     )
