@@ -186,9 +186,8 @@ def with_known_keys(config: DictConfig, objects: Mapping[str, Any]) -> DictConfi
     """Return the configuration. Raises UserError if an object has a key that belongs to no group of it, as reward_funcs=f."""
     for key in objects.keys() - {"tokenizer"}:
         if key.partition(".")[0] not in config:
-            raise UserError(
-                no_key(key, list(config), *(header for header in ["argument"] if known_elsewhere(key, header)))
-            )
+            headers = ["argument"] if known_elsewhere(key, "argument") else []
+            raise UserError(no_key(key, list(config), *headers))
     return config
 
 

@@ -39,12 +39,12 @@ class Moved:
         if spec.name not in COMMANDS:
             log.warning("%s is %s now", spec.name, new)
         module = importlib.import_module(new)
-        self.spec = module.__spec__  # the import system sets the old name's
+        spec.loader_state = module.__spec__  # which the import system now replaces by `spec`
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing more: the module has run under its new name."""
-        module.__spec__ = self.spec
+        module.__spec__ = module.__spec__.loader_state
 
     def get_code(self, name: str) -> CodeType | None:
         """Return the code of a program: what `python -m` runs."""
