@@ -11,8 +11,9 @@ from helpers.programs import command
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from grpo.config.composing import composed
 from grpo.config.resuming import saved_config
-from grpo.system.moved import COMMANDS, new_name, new_names
+from grpo.system.moved import COMMANDS, Moved, new_name, new_names
 
 pytestmark = pytest.mark.extras
 CHOICES = [
@@ -44,6 +45,19 @@ def test_an_old_name_gives_the_module_that_has_the_new_one(forgotten):
                 assert error.name.partition(".")[0] not in ("grpo", "tasks"), new
             else:
                 assert not inspect.ismodule(now) or importlib.import_module(old) is now
+
+
+def test_a_module_that_is_imported_by_an_old_name_keeps_its_own(forgotten):
+    module = importlib.import_module("grpo.rollout.ahead.order")
+    assert module.__name__ == module.__spec__.name == "grpo.extras.ahead.order"
+    code = Moved().get_code("grpo.rollout.ahead.order")
+    assert code.co_filename == module.__file__
+
+
+def test_a_command_line_with_an_old_name_is_composed_with_the_new_one():
+    target = "grpo.training.callbacks.early_stopping.EarlyStopping"
+    config = composed("train", ["output_dir=.", f"+callbacks.mine._target_={target}"])
+    assert config.callbacks.mine._target_ == "grpo.extras.early_stopping.early_stopping.EarlyStopping"
 
 
 def thing(name: str) -> object:
