@@ -32,6 +32,7 @@ def forgotten():
         sys.modules.pop(old, None)
 
 
+@pytest.mark.slow  # imports all that has moved
 def test_an_old_name_gives_the_module_that_has_the_new_one(forgotten):
     for old, new in new_names().items():
         assert not (ROOT / f"{old.replace('.', '/')}.py").exists(), f"{old} has not moved"

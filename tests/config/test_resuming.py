@@ -133,11 +133,10 @@ def test_another_run_needs_a_word(run, override, named, monkeypatch):
     check_resumed(config)
 
 
-@pytest.mark.parametrize("override", ["~callbacks.report", "~callbacks.texts", "~callbacks.samples"])
-def test_a_callback_that_only_shows_may_go(run, override, monkeypatch):
+def test_callbacks_that_only_show_may_go(run, monkeypatch):
     """Callbacks of the appendices, too."""
     monkeypatch.setattr("grpo.training.checkpoints.usable", lambda given: given)
-    check_resumed(resumed(run, override))
+    check_resumed(resumed(run, "~callbacks.report", "~callbacks.texts", "~callbacks.samples"))
 
 
 def test_other_data_needs_a_word(run, tmp_path, caplog):

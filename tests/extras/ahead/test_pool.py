@@ -106,7 +106,7 @@ class Between(Talk):
         return super().step(action)
 
 
-@pytest.mark.parametrize("stale", ["drop", "correct", "wait"])
+@pytest.mark.parametrize("stale", [pytest.param("drop", marks=pytest.mark.slow), "correct", "wait"])
 def test_a_group_that_is_older_than_the_bound(run, stale):
     """One sample waits for the fourth update, so that its first turn is 4 versions old; the bound is 2."""
     settings = f"rollout.ahead=1 max_turns=2 {READY} rollout.stale={stale}"
@@ -160,7 +160,7 @@ def test_groups_that_are_issued_again_have_the_seeds_of_their_places(tmp_path):
     assert seen == [(name, [derive_seed(7, TRAIN, 5, place, s, 1) for s in range(2)]) for name, place in places.items()]
 
 
-@pytest.mark.parametrize("order", ["exact", "ready"])
+@pytest.mark.parametrize("order", [pytest.param("exact", marks=pytest.mark.slow), "ready"])
 def test_a_resumed_run_loses_nothing(run, order, tmp_path):
     """A crash in the fourth rollout, with groups finished and in flight: each of the 12 prompts is learned from once."""
     settings = "rollout.ahead=3 callbacks=[samples,checkpoint] callbacks.checkpoint.every=1"

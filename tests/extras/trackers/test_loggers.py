@@ -234,6 +234,7 @@ def test_a_run_that_went_back_to_its_checkpoint_is_shown_once(tmp_path):
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_an_address_in_the_environment_is_kept_nowhere(smoke, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://joe:hunter2@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
