@@ -85,8 +85,8 @@ def dataset(rows: int) -> dict:
     """Return the seconds to read a file with so many prompts and draw ten rollouts of it, and the bytes added at the peak."""
     import datasets  # noqa: F401 - its own memory is not the rows'
 
-    from grpo.data.dataset import Dataset
     from grpo.data.prompts import Uniform
+    from grpo.extras.datasets.dataset import Dataset
 
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "train.jsonl").open("w") as out:

@@ -4,24 +4,25 @@ The book is what every run uses. It is in rooms: folders that import only from t
 
     system      errors, processes of a run, seeds, calls of other people's code, memory, files; the dictionary of metrics
     env         messages, environments, tasks, rewards as Protocols; tokens of one turn; tools; the chat template
-    data        rows of a dataset; which prompts belong to which rollout
+    data        rows; which prompts belong to which rollout
     rewards     reward functions, and how several become one
     objectives  rewards -> advantages -> loss: pure functions of tensors, an axis each, and the algorithm that joins them
     models      the policy, the frozen reference, log-probabilities, packing, optimizers
     engines     who samples: builtin/, and vllm/ in this process
     rollout     episodes played side by side, scored, made into tensors
     evaluation  accuracy, pass@k and their like, each with its interval
-    runs        what a run leaves behind, and its tables; the bounds of healthy metrics (health.py)
-    training    the update (a LightningModule), checkpoints; callbacks/ have what happens round it; health.py warns
+    runs        what a run leaves behind, and its tables
+    training    the update (a LightningModule), checkpoints; callbacks/ have what happens round it
 
 The appendices are in extras/, a folder each, and the book knows none of them. An appendix imports the book, and the appendices
 that its NEEDS names. Its __init__.py says what it adds, and by which door it comes in: an option of conf/, or a command.
 
     the algorithm  losses/ critic/ teachers/ optimizers/ selection/ ahead/ (rollouts beside the update)
+    the rows       datasets/ (files and the hub)
     the rewards    grading/ (answers) workers/ (its processes) programs/ (in a sandbox) judges/ tools/
     the machine    kernels/ quantized/ devices/ vllm_server/ shared_weights/
-    the run        preflight/ trackers/ report/ export/ early_stopping/ sources/ (who plays)
-    programs       serve/ (HTTP) sweep/ launch/ migration/ demo/
+    the run        health/ terminal/ preflight/ trackers/ report/ export/ early_stopping/ sources/ (who plays)
+    programs       network/ (servers) serve/ (HTTP) sweep/ launch/ migration/ demo/
 
 The command line puts book and appendices together: train.py, eval.py, config/ (composes, checks and explains configurations;
 resumed runs; help) and apps/ (what all commands share, the Python API). Commands are `python -m grpo.serve`, grpo.report,
@@ -66,7 +67,7 @@ the objects together.
 import logging
 from typing import TYPE_CHECKING, Any
 
-from grpo.system.moved import keep_old_names
+from grpo.config.moved import keep_old_names
 
 if TYPE_CHECKING:
     from grpo.apps.api import evaluate, load_run, train  # noqa: F401

@@ -16,17 +16,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Env, Example, Reward, State, Trajectory
+from grpo.extras.datasets.dataset import Dataset
+from grpo.extras.network import child
 from grpo.extras.serve.dialects.request import Answer, CompletionRequest, written_to
 from grpo.extras.serve.sessions import NoAnswer, sessions
 from grpo.extras.tools.programs import program_variables
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import RowTask
-from grpo.system import child
 from grpo.system.errors import UserError
 from grpo.system.files import strict_json
 from grpo.system.ranges import Port

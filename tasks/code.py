@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.extras.datasets.dataset import Dataset
 from grpo.extras.programs.cases import Case, cases_of
 from grpo.extras.programs.elsewhere import run_in
 from grpo.extras.programs.programs import code_verdict

@@ -4,9 +4,9 @@ import re
 from types import MappingProxyType
 from typing import Any
 
-from grpo.data.dataset import Dataset
 from grpo.env.messages import Message
 from grpo.env.types import Example
+from grpo.extras.datasets.dataset import Dataset
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions
 from grpo.rewards.row_task import AS_TEXT, NEXT_QUESTION, RowTask, chosen, templates

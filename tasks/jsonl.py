@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 from inspect import getmembers, isawaitable, isfunction
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset
 from grpo.data.rows import at
 from grpo.env import thoughts
 from grpo.env.messages import Message, shown
 from grpo.env.types import Env, Example, Reward, Split, State
+from grpo.extras.datasets.dataset import Dataset
 from grpo.extras.tools.conversations import chat_message, messages_of, text_in
 from grpo.extras.tools.env import ToolEnv
 from grpo.extras.tools.tool_parsers import Malformed

@@ -5,10 +5,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from grpo.data.dataset import Dataset
 from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.extras.datasets.dataset import Dataset
 from grpo.extras.grading.answers import boxed
 from grpo.rewards.combined import Weights
 from grpo.rewards.resolve import Functions

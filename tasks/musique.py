@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo.data.dataset import Dataset
 from grpo.data.rows import rows_where
 from grpo.env.messages import Message
 from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Example, Reward, Split, Trajectory
+from grpo.extras.datasets.dataset import Dataset
 from grpo.extras.grading.answers import boxed
 from grpo.extras.tools.env import ToolEnv
 from grpo.system.errors import UserError

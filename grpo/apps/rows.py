@@ -7,12 +7,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo.apps.trial import try_task
-from grpo.data.dataset import MissingRows
 from grpo.data.rows import Made, spread
 from grpo.env.messages import Message
 from grpo.env.types import Example, SingleTurn, Split, Task
 from grpo.evaluation.evaluator import Evaluator
-from grpo.system.errors import UserError
+from grpo.system.errors import MissingRows, UserError
 
 log = logging.getLogger(__name__)
 

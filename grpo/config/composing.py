@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.hydra_speed import hasten
-from grpo.system.moved import new_name
+from grpo.config.moved import new_name
 from grpo.system.ranges import flat
 from grpo.system.root import ROOT
 

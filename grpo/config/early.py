@@ -17,9 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.config.glance import columns_in
+from grpo.config.appendix import of_appendix
 from grpo.config.validation import arguments, needed, no_value
-from grpo.data.dataset import Dataset, no_column, not_given
 from grpo.data.rows import head
 from grpo.engines.only_vllm import NOT_APART
 from grpo.objectives.arguments import too_old
@@ -203,15 +202,16 @@ def required(node: Definition) -> list[str]:
 # -- rows and models
 
 
-def dataset_of(config: DictConfig, task: Mapping[str, Any]) -> Dataset | None:
-    """Return the rows that the run will train on; None if they are no dataset. Raises UserError for settings that it refuses."""
-    if not isinstance(task.get("path"), str) or "filters" not in task or config.source is not None:
+def dataset_of(config: DictConfig, task: Mapping[str, Any]) -> Any:
+    """Return the `Dataset` that the run will train on, or None. Raises UserError for settings that it refuses."""
+    Dataset = of_appendix("datasets.dataset.Dataset", None)
+    if Dataset is None or not isinstance(task.get("path"), str) or "filters" not in task or config.source is not None:
         return None
     settings = signature(Dataset).parameters.keys() - {"path", "columns", "form"}
     return Dataset(task["path"], (), **{key: value for key, value in task.items() if key in settings})
 
 
-def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
+def dataset_faults(dataset: Any) -> Iterator[str]:
     """Yield a line if the rows are not on this machine and cannot come from the hub. Raises UserError for a wrong path."""
     if dataset is None or dataset.file("train"):
         return
@@ -223,7 +223,7 @@ def dataset_faults(dataset: Dataset | None) -> Iterator[str]:
     prepared = {folded_name(folder.name) for folder in Path(made).glob("*___*")}
     is_here = in_cache(dataset.path, "dataset") or folded_name(f"{owner}___{name}") in prepared
     if not is_here and (reason := no_hub()):
-        yield str(not_given(dataset.path, reason))
+        yield str(dataset.not_given(reason))
 
 
 def model_faults(model: DictConfig | None, key: str) -> Iterator[str]:
@@ -266,18 +266,18 @@ def no_hub() -> str:
     return ""
 
 
-def check_columns(task: Mapping[str, Any], dataset: Dataset, needed: Mapping[str, Sequence[str]]) -> None:
+def check_columns(task: Mapping[str, Any], dataset: Any, needed: Mapping[str, Sequence[str]]) -> None:
     """Raises UserError if a local file of training rows lacks the question, the right answer, or what a reward function needs."""
     if (file := dataset.file("train")) is None:
         return
-    columns, may_have = [], None
+    columns_in, columns, may_have = of_appendix("datasets.glance.columns_in", None), [], None
     with suppress(Exception):  # the run will say what is wrong with the file
         columns, may_have = columns_in(file)
     if may_have is None:
         return
     for name in filter(None, (task["prompt"], task["gold"])):
         if not may_have(name) and not may_have(head(name)):
-            raise no_column(dataset.path, "train", head(name, columns), columns)
+            raise dataset.no_column("train", head(name, columns), columns)
     given = ALWAYS | {"prompt"} | ({"gold"} if task["gold"] else set())
     for function, parameters in needed.items():
         for parameter in parameters:

@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from grpo.config.composing import composed, literal
+from grpo.config.moved import new_name
 from grpo.data.rows import fingerprint
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError, one_line
 from grpo.system.files import write_text
-from grpo.system.moved import new_name
 from grpo.system.output.secrets import MASK, masked_values
 from grpo.system.ranges import flat
 

@@ -72,7 +72,7 @@ class Names(dict):
             node = init
         if isinstance(node, ast.FunctionDef):
             if node.args.kwarg and node.args.kwarg.arg == "rows":
-                annotations |= arguments("grpo.data.dataset.Dataset")
+                annotations |= arguments("grpo.extras.datasets.dataset.Dataset")
             named = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             annotations |= {argument.arg: self.kind(argument.annotation) for argument in named if argument.annotation}
         return annotations

@@ -27,7 +27,7 @@ Template = Callable[[str], tuple[Message, ...]]  # from a question to messages
 
 
 class Rows(Protocol):
-    """A source of rows: `data.dataset.Dataset`, or generated rows."""
+    """A source of rows: a dataset of files or of the hub, or generated rows."""
 
     def split(self, split: Split) -> Sequence[Example]:
         """Return the rows of a split."""

@@ -27,6 +27,10 @@ class PreflightError(UserError):
     exit_code = 3
 
 
+class MissingRows(UserError):
+    """The rows of a task are not on this machine, and the hub does not give them."""
+
+
 class LostRank(UserError):
     """Another rank of the run has ended or hangs. The run can be resumed."""
 

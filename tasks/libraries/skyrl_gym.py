@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from grpo.data.dataset import Dataset
 from grpo.env.messages import message_of
 from grpo.env.types import Action, Example, Reward, Split, State
+from grpo.extras.datasets.dataset import Dataset
 
 
 class SkyRL:

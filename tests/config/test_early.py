@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from grpo.config import early
-from grpo.config.glance import columns_in
+from grpo.extras.datasets.glance import columns_in
 from grpo.rewards.combined import Rewards
 from grpo.rewards.resolve import locate
 from grpo.system.errors import UserError

@@ -12,8 +12,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from grpo.config.composing import composed
+from grpo.config.moved import COMMANDS, Moved, new_name, new_names
 from grpo.config.resuming import saved_config
-from grpo.system.moved import COMMANDS, Moved, new_name, new_names
 
 pytestmark = pytest.mark.extras
 CHOICES = [

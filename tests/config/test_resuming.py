@@ -18,8 +18,8 @@ from grpo.config.resuming import (
     save_config,
     saved_config,
 )
-from grpo.data.dataset import Dataset
 from grpo.data.rows import fingerprint_of_all
+from grpo.extras.datasets.dataset import Dataset
 from grpo.runs.manifest import data_facts, save_manifest
 from grpo.runs.run import Run
 from grpo.system.errors import UserError

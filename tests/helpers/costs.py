@@ -22,10 +22,11 @@ import pytest
 # CPU seconds that the quick tests of a room (tests/X, tests/extras/X) may take on a machine whose `pace` is PACE.
 # A feature pays for its tests' time
 BUDGET = {
-    "apps": 10, "config": 20, "data": 3, "engines": 15, "env": 5, "evaluation": 10, "families": 5, "models": 17, "objectives": 28,
-    "programs": 34, "rewards": 8, "rollout": 17, "runs": 6, "system": 13, "tasks": 16, "tests": 16, "training": 40,
+    "apps": 10, "config": 20, "data": 1, "engines": 15, "env": 5, "evaluation": 10, "families": 5, "models": 17, "objectives": 28,
+    "programs": 34, "rewards": 8, "rollout": 17, "runs": 6, "system": 13, "tasks": 16, "tests": 16, "training": 29,
     "vllm_engines": 1, "commands typed": 20,
-    "extras/ahead": 12, "extras/critic": 4, "extras/demo": 6, "extras/devices": 2, "extras/early_stopping": 1,
+    "extras/ahead": 12, "extras/critic": 4, "extras/datasets": 4, "extras/health": 5, "extras/terminal": 11,
+    "extras/demo": 6, "extras/devices": 2, "extras/early_stopping": 1,
     "extras/export": 4, "extras/grading": 5,
     "extras/judges": 2, "extras/kernels": 5, "extras/launch": 5, "extras/losses": 3, "extras/migration": 7,
     "extras/optimizers": 3, "extras/preflight": 45, "extras/programs": 8, "extras/quantized": 2, "extras/report": 3,

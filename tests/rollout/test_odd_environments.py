@@ -17,6 +17,7 @@ from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.types import Reward, State
+from grpo.extras.terminal.callback import sample_panel
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.samples_table import records
@@ -24,7 +25,6 @@ from grpo.rollout.types import Limits, Plan
 from grpo.system.calls import awaited
 from grpo.system.errors import RolloutError, UserError
 from grpo.training.callbacks.samples import write
-from grpo.training.callbacks.terminal import sample_panel
 
 ASKED = State((Message("user", "q"),))
 

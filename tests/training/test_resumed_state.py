@@ -11,11 +11,11 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from grpo.extras.health.callback import Health
 from grpo.rollout.draw import Everything
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 from grpo.system.seeds import everything, set_everything
-from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.optimization import Optimization, set_changed, settings_of
 from grpo.training.schedule import schedule as of_run

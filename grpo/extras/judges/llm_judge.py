@@ -27,9 +27,9 @@ import httpx2
 
 from grpo.env.thoughts import after_thoughts
 from grpo.env.types import Reward
+from grpo.extras.network.answers import addresses
 from grpo.rewards.combined import text_of
 from grpo.system.errors import UserError, one_line
-from grpo.system.network.answers import addresses
 from grpo.system.output.secrets import bearer
 from grpo.system.ranges import Count, NonNegative, Range, Seconds, Whole
 

@@ -31,3 +31,5 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the devices' gradients add up": learning.devices,
     "the disk has room": disk.room,
 }
+
+NEEDS = ("health",)  # whether the demo's model knows the task

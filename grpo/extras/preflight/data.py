@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from grpo.data.dataset import Dataset
 from grpo.data.rows import at, key_of
 from grpo.env.messages import Message
 from grpo.env.rendering import Renderer
 from grpo.env.scoring import place_of
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
+from grpo.extras.health.callback import untaught
 from grpo.extras.preflight.episodes import is_question, is_seeded
 from grpo.extras.preflight.probe import Checked, Probe, judged
 from grpo.extras.preflight.written import agrees, golds_in, texts_only
@@ -28,7 +28,6 @@ from grpo.rollout.collate import scores
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import plural
 from grpo.system.global_state import put_back
-from grpo.training.callbacks.health import untaught
 
 FORMS = ("\\boxed{{{}}}", "#### {}", "{}")  # ways to write an answer
 ACCEPTS = "the reward accepts wrong answers"
@@ -82,7 +81,7 @@ def of_the_file(task: RowTask, rows: Sequence[Example]) -> tuple[int, list[tuple
     """Compare the rows' right answers with the text of their local file. Returns how many are in it, and pairs of what was read
     and what the file has, where these differ. A task whose `gold` is not a column has that column compared."""
     data, name = task.data, task.gold_column
-    file = data.file("train") if isinstance(data, Dataset) else None
+    file = data.file("train") if hasattr(data, "file") else None
     if file is None or name is None:
         return 0, []
     if all(at(row, name) is None for row in rows):  # as math's, whose answer is in the solution

@@ -23,6 +23,7 @@ from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
 
+NEEDS = ("health",)  # warnings
 SAMPLES = 2000
 
 

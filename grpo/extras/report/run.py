@@ -14,11 +14,11 @@ from pyarrow.parquet import read_metadata
 
 from grpo.evaluation.estimates import solved
 from grpo.evaluation.intervals import mean_interval
+from grpo.extras.health.waiting import about_waits
+from grpo.extras.health.watch import warnings_of
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.token_texts import token_texts
-from grpo.runs.health import warnings_of
 from grpo.runs.run import Run, numbered, samples_in
-from grpo.runs.waiting import about_waits
 from grpo.system.errors import plural
 from grpo.system.metrics import percent
 

@@ -12,4 +12,8 @@
 - metrics: numbers for Prometheus
 """
 
-NEEDS = ("sources", "tools")  # samples of others become groups; calls and conversations in JSON are read
+NEEDS = (
+    "network",
+    "sources",
+    "tools",
+)  # samples of others become groups; calls and conversations in JSON are read; ports

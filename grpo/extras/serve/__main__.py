@@ -21,8 +21,8 @@ from grpo.apps.cli import one_line_errors, quiet
 from grpo.config.composing import composed
 from grpo.config.help import described
 from grpo.config.validation import check_values
+from grpo.extras.network.ports import check_port, family
 from grpo.system.errors import UserError
-from grpo.system.network.ports import check_port, family
 
 if TYPE_CHECKING:  # --help has no need of torch
     import torch

@@ -19,12 +19,12 @@ from typing import Any
 from grpo.env.messages import shown
 from grpo.env.scoring import LARGEST
 from grpo.env.types import Reward
+from grpo.extras.network.ports import check_port
 from grpo.extras.serve.dialects import DIALECTS
 from grpo.extras.serve.dialects.request import CompletionRequest
 from grpo.extras.serve.dialects.writing import sse
 from grpo.system.errors import UserError, error_line
 from grpo.system.files import strict_json
-from grpo.system.network.ports import check_port
 
 HOST = "127.0.0.1"
 BODY = 1 << 23  # bytes of a request

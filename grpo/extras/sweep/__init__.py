@@ -1,4 +1,4 @@
 """Runs sweeps: a process for each job. Door: `python train.py -m`."""
 
-NEEDS = ("report",)
+NEEDS = ("network", "report")  # jobs end with it
 PROGRAMS = ("jobs", "arms")

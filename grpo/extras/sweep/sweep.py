@@ -20,8 +20,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from grpo.extras.network import child
 from grpo.extras.sweep.jobs import Job
-from grpo.system import child
 from grpo.system.errors import UserError, plural
 from grpo.system.files import write_text
 from grpo.system.metrics import percent

@@ -4,4 +4,4 @@ Door: a part of the update (training/parts.py), and terms of the algorithm. modu
 teachers: each is a choice of conf/teacher.
 """
 
-NEEDS = ("tools", "vllm_server")  # conversations in JSON; servers that score
+NEEDS = ("network", "tools", "vllm_server")  # conversations in JSON; servers that score; their addresses

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.engines.logprobs import is_logprob
+from grpo.extras.network.answers import addresses
 from grpo.extras.teachers.kinds import REMEDY, Passes, Teacher
 from grpo.extras.teachers.teaching import Teaching
 from grpo.extras.vllm_server.http import MODELS, Lost, Refused, RemoteServer
@@ -21,7 +22,6 @@ from grpo.extras.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import UserError
-from grpo.system.network.answers import addresses
 from grpo.system.ranges import Count, Seconds, enforced
 from grpo.system.threads import outcome_of
 

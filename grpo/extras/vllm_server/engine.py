@@ -27,6 +27,7 @@ from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.vllm.settings import check_draft, params_of, params_of_each
 from grpo.engines.weights import as_in_files, eos_token_ids
 from grpo.env.tokens import Completion
+from grpo.extras.network.answers import addresses
 from grpo.extras.vllm_server.fleet import Fleet
 from grpo.extras.vllm_server.http import GENERATE, START, Lost, Refused, RemoteServer, int_of
 from grpo.extras.vllm_server.launch import Servers, by_hand, check_apart
@@ -36,7 +37,6 @@ from grpo.extras.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, error_line
-from grpo.system.network.answers import addresses
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 from grpo.system.threads import outcome_of
 

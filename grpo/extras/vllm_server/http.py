@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx2
 
+from grpo.extras.network.answers import reading
 from grpo.system.errors import UserError, one_line
-from grpo.system.network.answers import reading
 from grpo.system.output.secrets import bearer
 
 log = logging.getLogger(__name__)

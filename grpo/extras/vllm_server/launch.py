@@ -1,4 +1,4 @@
-"""Starts vLLM servers on this machine. None of them outlives the process that started it (`grpo.system.child`).
+"""Starts vLLM servers on this machine. None of them outlives the process that started it (`grpo.extras.network.child`).
 
 Does not import vLLM.
 """
@@ -23,9 +23,9 @@ import torch
 
 from grpo.engines.vllm.errors import memory_advice
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, INSTALL
-from grpo.system import child
+from grpo.extras.network import child
+from grpo.extras.network.ports import check_port
 from grpo.system.errors import UserError, plural
-from grpo.system.network.ports import check_port
 from grpo.system.ranges import Count, Port, Whole, enforced
 
 log = logging.getLogger(__name__)

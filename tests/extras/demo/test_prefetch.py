@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import EXAMPLES, ROOT, compose_config
 
-from grpo.data.dataset import MissingRows
 from grpo.extras.demo.prefetch import main
-from grpo.system.errors import UserError
+from grpo.system.errors import MissingRows, UserError
 from train import train
 
 TASK = ["task=gsm8k", f"task.path={EXAMPLES}", "model=path"]

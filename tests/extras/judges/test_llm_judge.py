@@ -15,12 +15,12 @@ from hydra.utils import instantiate
 
 from grpo.config.validation import check_values
 from grpo.env.messages import Message
+from grpo.extras.health.watch import Watch
 from grpo.extras.judges import llm_judge
 from grpo.extras.judges import profile as profile_rewards
 from grpo.extras.judges.agreement import cohen_kappa, correlation_inside, krippendorff_alpha
 from grpo.extras.judges.llm_judge import Judge, as_criteria, explicit_score, verdicts
 from grpo.rewards.combined import Rewards
-from grpo.runs.health import Watch
 from grpo.system.errors import RewardError, UserError
 
 

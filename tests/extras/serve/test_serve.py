@@ -24,13 +24,13 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine, Sampling
 from grpo.extras.demo.demo_model import make_model
 from grpo.extras.judges.llm_judge import Judge
+from grpo.extras.network.ports import check_port
 from grpo.extras.serve.__main__ import main
 from grpo.extras.serve.batching import Batching
 from grpo.extras.serve.service import served_name
 from grpo.models.pretrained import Pretrained
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError
-from grpo.system.network.ports import check_port
 from grpo.system.seeds import derive_seed
 
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from conftest import ROOT, compose_config
 
+from grpo.extras.network import child
 from grpo.extras.sweep.arms import check_arms
 from grpo.extras.sweep.jobs import Job
 from grpo.extras.sweep.sweep import Sweep, places
-from grpo.system import child
 from grpo.system.errors import UserError
 from train import train
 

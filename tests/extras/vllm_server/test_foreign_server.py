@@ -15,9 +15,9 @@ from conftest import ROOT
 from helpers.foreign_server import Foreign, generated
 
 from grpo.engines.protocol import Sampling
+from grpo.extras.network import child
 from grpo.extras.vllm_server import launch
 from grpo.extras.vllm_server.engine import VLLMServerEngine
-from grpo.system import child
 from grpo.system.errors import UserError
 
 

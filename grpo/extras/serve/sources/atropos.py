@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 
 from grpo.env.rendering import Renderer
+from grpo.extras.network.answers import addresses, reading
 from grpo.extras.serve.sources.open_engine import OpenEngine
 from grpo.extras.sources.conversion import Conversion
 from grpo.models.pretrained import Pretrained
@@ -19,7 +20,6 @@ from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group
 from grpo.system.distributed import world_size
 from grpo.system.errors import RolloutError, UserError
-from grpo.system.network.answers import addresses, reading
 from grpo.system.ranges import Port, Seconds, enforced
 
 log = logging.getLogger(__name__)

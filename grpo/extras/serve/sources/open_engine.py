@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.rendering import Renderer
 from grpo.env.tokens import Completion, CompletionLike, completion_of
+from grpo.extras.network.ports import check_port
 from grpo.extras.serve.api import make_app
 from grpo.extras.serve.batching import Batching
 from grpo.extras.serve.gate import Gate
@@ -26,7 +27,6 @@ from grpo.extras.sources.conversion import check_learnable
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollouts
 from grpo.system.errors import RolloutError
-from grpo.system.network.ports import check_port
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,10 @@ from rich.text import Text
 from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import Estimate
+from grpo.extras.health.callback import Health
+from grpo.extras.health.waiting import about_waits
+from grpo.extras.terminal.summary import NEEDED, clock, summary
 from grpo.rollout.types import Sample
-from grpo.runs.waiting import about_waits
 from grpo.system.calls import SPENT
 from grpo.system.files import LOST
 from grpo.system.metrics import percent, require_metric, written
@@ -27,9 +29,7 @@ from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
 from grpo.training.callbacks.evaluation import EvaluationCallback
-from grpo.training.callbacks.health import Health
 from grpo.training.callbacks.rollout import RolloutCallback
-from grpo.training.callbacks.summary import NEEDED, clock, summary
 from grpo.training.trainer import callbacks_of
 
 SPARKS = 40  # evaluations in the sparkline

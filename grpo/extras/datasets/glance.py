@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.data.json_files import lines_of, whole_file
+from grpo.extras.datasets.json_files import lines_of, whole_file
 
 
 def columns_in(file: Path) -> tuple[list[str], Callable[[str], bool]]:

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.project import table
 
-from grpo.data.dataset import Dataset
 from grpo.data.rows import at, key_of
-from grpo.data.tables import line_of_csv
+from grpo.extras.datasets.dataset import Dataset
+from grpo.extras.datasets.tables import line_of_csv
 from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.system.errors import UserError
 

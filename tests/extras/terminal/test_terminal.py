@@ -17,12 +17,12 @@ from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.evaluation.display import history
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
+from grpo.extras.terminal.callback import Terminal, sample_panel, status
+from grpo.extras.terminal.summary import summary
 from grpo.rollout.types import Sample
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from grpo.system.output.console import console
-from grpo.training.callbacks.summary import summary
-from grpo.training.callbacks.terminal import Terminal, sample_panel, status
 from train import train
 
 ROLLOUT = {

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.data.json_files import lines_of, value_of, whole_file
+from grpo.extras.datasets.json_files import lines_of, value_of, whole_file
 from grpo.system.errors import UserError
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}

@@ -7,8 +7,8 @@ from conftest import EXAMPLES, compose_config
 from helpers.rows import write
 from hydra.utils import instantiate
 
-from grpo.data.dataset import Dataset
 from grpo.data.rows import point_of, side, spread
+from grpo.extras.datasets.dataset import Dataset
 from grpo.system.errors import UserError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from grpo.env.types import Task
-from grpo.runs.health import Watch
+from grpo.extras.health.watch import Watch
 from grpo.system.errors import AlarmError, UserError, plural
 from grpo.system.loading import not_finite
 from grpo.system.metrics import WATCHED

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grpo.data.rows import at, head, key_of, point_of, side
-from grpo.data.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
 from grpo.env.types import Example, Split
-from grpo.system.errors import UserError
+from grpo.extras.datasets.tables import KINDS, TableRows, arrow_rows, from_datasets, read_file
+from grpo.system.errors import MissingRows, UserError
 from grpo.system.ranges import Count, Share, enforced
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,6 @@ SPLITS = get_args(Split)
 Filter = Literal["empty", "duplicate"]
 FILTERS = get_args(Filter)
 FEW = 20  # rows to hold out: of more, hashes leave none in one case of 500 million
-
-
-class MissingRows(UserError):
-    """The rows are not on this machine, and the hub does not give them."""
 
 
 class Dataset:
@@ -190,7 +186,7 @@ class Dataset:
         with _reading(f"task.path={self.path}"):
             heads = tuple(dict.fromkeys(head(name, source.column_names) for name in self.columns))
             if missing := [name for name in heads if name not in source.column_names]:
-                raise no_column(self.path, split, missing[0], source.column_names)
+                raise self.no_column(split, missing[0], source.column_names)
             rows = source if self.streaming else source.select_columns(heads)
             for i, row in enumerate(rows):
                 yield row if self.streaming else i, [at(row, name) for name in self.columns]
@@ -219,7 +215,7 @@ class Dataset:
         except Exception as error:  # a network may raise anything
             reason = _reason(error)
             if "split" not in reason.lower():
-                raise not_given(self.path, reason) from error
+                raise self.not_given(reason) from error
             settings = f"task.splits.{split}=null task.held_out.{split}=0.1"
             fix = f"name it, as task.splits.{split}=NAME, or take it from the train rows by {settings}"
             raise UserError(f"task.path={self.path} has no split {name!r} ({reason}): {fix}") from error
@@ -229,16 +225,14 @@ class Dataset:
         if not self.local.exists() and (self.path.startswith((".", "/", "~")) or self.path.count("/") != 1):
             raise UserError(f"task.path={self.path} does not exist: give a folder, a file or a dataset's id on the hub")
 
+    def no_column(self, split: str, name: str, columns: Iterable[str]) -> UserError:
+        """Return the error for rows without a column."""
+        return UserError(f"{self.path}, {split}: no column {name!r}; it has {', '.join(columns)}")
 
-def no_column(path: str, split: str, name: str, columns: Iterable[str]) -> UserError:
-    """Return the error for rows without a column."""
-    return UserError(f"{path}, {split}: no column {name!r}; it has {', '.join(columns)}")
-
-
-def not_given(path: str, reason: str) -> MissingRows:
-    """Return the error for a dataset that is not here and does not come from the hub."""
-    line = f"task.path={path} is no folder of this machine, and the hub does not give it ({reason})"
-    return MissingRows(f"{line}: give task.path=FOLDER with a train.jsonl and a test.jsonl")
+    def not_given(self, reason: str) -> MissingRows:
+        """Return the error for a dataset that is not here and does not come from the hub."""
+        line = f"task.path={self.path} is no folder of this machine, and the hub does not give it ({reason})"
+        return MissingRows(f"{line}: give task.path=FOLDER with a train.jsonl and a test.jsonl")
 
 
 @contextlib.contextmanager

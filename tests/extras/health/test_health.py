@@ -11,10 +11,10 @@ from conftest import compose_config
 
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
-from grpo.runs.health import warnings_of
+from grpo.extras.health.callback import Health, untaught
+from grpo.extras.health.watch import warnings_of
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
-from grpo.training.callbacks.health import Health, untaught
 from grpo.training.checkpoints import PlainCheckpoints
 from tasks.quiz import Quiz
 from train import train

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.runs.waiting import about_waits, shares
+from grpo.extras.health.waiting import about_waits, shares
 
 
 def row(rollout: float, update: float, idle: float = 0.0, weights: float = 0.0, **more: float) -> dict[str, float]:

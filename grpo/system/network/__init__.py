@@ -1,1 +1,0 @@
-"""Ports of this machine, and addresses and answers of servers elsewhere."""
