@@ -39,7 +39,7 @@ EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 NIGHTLY = ROOT / "tests" / "nightly.txt"
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
-pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again", "helpers.appendices"]
+pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again", "helpers.appendices", "helpers.shapes"]
 quiet()
 
 
