@@ -30,6 +30,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 TABLES = {"tests/data/architectures.md": "reference/models.md", "tests/data/written_values.md": "reference/values.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".md": "markdown"}
 LAST = "---\nsearch: {boost: 0.001}\n---\n"  # of what a search finds: names of code after the pages for users
+LATE = "---\nsearch: {boost: 0.5}\n---\n"  # tables, which name nearly everything, after the pages that explain it
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]+)?(?=\))")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
 
@@ -65,7 +66,7 @@ def api_pages() -> dict[str, str]:
         )
     rows = "\n".join(f"| [{room}]({PurePosixPath(room).name}.md) | {sentence} |" for room, sentence in pages.items())
     texts["api/index.md"] = (
-        f"# API\n\nOne page for each room and each appendix of the code.\n\n| room | contents |\n|---|---|\n{rows}\n"
+        f"{LAST}# API\n\nOne page for each room and each appendix of the code.\n\n| room | contents |\n|---|---|\n{rows}\n"
     )
     return texts
 
@@ -124,7 +125,7 @@ def reference_pages() -> dict[str, str]:
     for name, title in zip(TABLES, ("Models, measured", "Values of files of rows"), strict=True):
         text = (ROOT / name).read_text(encoding="utf-8").replace("../../docs/", "../")
         pages[PurePosixPath(TABLES[name]).stem] = (title, text)
-    return {f"reference/{name}.md": f"# {title}\n\n{text}" for name, (title, text) in pages.items()}
+    return {f"reference/{name}.md": f"{LATE}# {title}\n\n{text}" for name, (title, text) in pages.items()}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
