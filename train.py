@@ -24,12 +24,11 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
 
     from grpo.apps.engines import ahead_of, engine_of
     from grpo.apps.longest import longest_prompt, most_tokens
-    from grpo.apps.own_pieces import check_own, tried_sampler, tried_selection
+    from grpo.apps.own_pieces import check_objective, check_own, tried_sampler, tried_selection
     from grpo.apps.rows import with_rows
     from grpo.apps.unchecked import NoPreflight, NoSizes, no_forecast
     from grpo.extras.kernels.callback import KernelsCallback
     from grpo.models.policy import with_adapter
-    from grpo.objectives.checks import check_algorithm
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
     from grpo.system.stopping.stop import Stop
@@ -45,7 +44,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     evaluator = instantiate(config.eval, equal=of_appendix("grading.answers.equal", eq))
     optim = instantiate(config.optim)
-    check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, bool(config.get("critic")))
+    check_objective(algorithm, plan, bool(config.get("critic")))
     prompt_limit = instantiate(config.prompt_limit)
     task, source = instantiate(config.task), instantiate(config.source)
     task, splits = with_rows(task, evaluator, config, trains=source is None)

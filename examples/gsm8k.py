@@ -18,8 +18,8 @@ from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.advantage import group_advantages
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.checks import check_algorithm
 from grpo.objectives.loss import clip
+from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Plan
 from grpo.runs.loggers import MetricsTable

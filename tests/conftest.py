@@ -27,6 +27,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import quiet
+from grpo.config.explain import explain
+from grpo.system.errors import UserError
 
 if TYPE_CHECKING:
     from grpo.objectives.algorithm import Algorithm
@@ -151,12 +153,13 @@ def with_algorithm(*overrides: str) -> DictConfig:
 @functools.cache
 def preset(*overrides: str) -> "Algorithm":
     """The algorithm of a command line, after the checks that train.py makes."""
-    from grpo.objectives.checks import check_algorithm
+    from grpo.objectives.refusals import check_algorithm
 
     config = with_algorithm(*overrides)
+    plan = config.rollout
     try:
         algorithm = instantiate(config.algo)
-    except InstantiationException as error:
-        raise error.__cause__ from error
-    check_algorithm(algorithm, config.rollout.prompts, config.rollout.group_size, critic=bool(config.get("critic")))
+        check_algorithm(algorithm, plan.prompts, plan.group_size, critic=bool(config.get("critic")))
+    except (InstantiationException, UserError) as error:
+        raise UserError(explain(error, "train")) from error
     return algorithm

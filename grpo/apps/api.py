@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from grpo.apps.cli import announced, quiet
 from grpo.config.composing import CONF, composed, literal, options
-from grpo.config.explain import explain, known_elsewhere, no_key
+from grpo.config.explain import explain, known_elsewhere, no_key, with_keys
 from grpo.config.objects import placed
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -215,7 +215,8 @@ def in_one_line(program: str, words: Sequence[str]) -> Iterator[None]:
     """Raise UserError in place of other exceptions that a mistake causes, with the line that the program prints."""
     try:
         yield
-    except UserError:
+    except UserError as error:
+        error.args = (with_keys(str(error)),)
         raise
     except Exception as error:
         if (line := explain(error, program, words)) is None:

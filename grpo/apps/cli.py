@@ -167,12 +167,11 @@ def make_task(overrides: Sequence[str], path: str) -> Task:
 
 
 def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None:
-    """Check all values, the output folder and a resumed checkpoint before anything is created. Raises UserError.
+    """Check the output folder and a resumed checkpoint before anything is created. All values are checked. Raises UserError.
 
     first: whether this is the first of the run's processes, which owns the output folder. overrides: the arguments; those of a
     Python program name the folder.
     """
-    check_values(config)
     if config.task is None:
         if config.source is None:
             raise UserError("task=none is for samples that others play: give a task, or source=atropos or file")

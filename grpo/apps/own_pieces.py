@@ -1,15 +1,19 @@
-"""Tries the user's own sampler, selection, player, engine and callbacks on made-up input, before a model is loaded."""
+"""Tries the algorithm, and the user's own sampler, selection, player, engine and callbacks on made-up input, before a model is
+loaded."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from grpo.config.explain import with_keys
 from grpo.data.prompts import Sampler, Uniform
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
 from grpo.objectives.algorithm import Algorithm
+from grpo.objectives.refusals import advice, check_algorithm
 from grpo.rollout.draw import Draw, Selection
 from grpo.rollout.types import Group, Plan, Sample
 from grpo.system.output.users_code import check_call, is_own, trying
@@ -17,6 +21,13 @@ from grpo.system.output.users_code import check_call, is_own, trying
 SAMPLER = "draw(rollout, count, first), progress(rollouts), and observe([(example, rewards), ...]) if it is there"
 PLAY = ("task", "examples", "group_size", "engine", "renderer", "sampling", "seed", "limits")
 ENGINE = {"load_weights": ("model", "version"), "sample": ("prompts", "sampling", "seeds"), "close": ()}
+
+
+def check_objective(algorithm: Algorithm, plan: Plan, critic: bool) -> None:
+    """Raises UserError if the algorithm does not fit the plan, or a function of it fails; logs the advice. critic: it has one."""
+    check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, critic)
+    for line in advice(algorithm):
+        logging.getLogger(__name__).warning("%s", with_keys(line))
 
 
 def tried_sampler(make: Callable[..., Sampler], examples: Sequence[Example], size: int, seed: int) -> Sampler:

@@ -15,6 +15,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.appendix import of_appendix
@@ -108,18 +110,20 @@ def without_grader(config: DictConfig) -> str:
 
 def check_ahead(config: DictConfig) -> None:
     """Raises UserError for rollouts ahead of the update with an engine or an objective that cannot have them, in one line."""
-    if not (ahead := config.rollout.get("ahead")):
+    lines, algo, ahead = [], config.algo, config.rollout.get("ahead")
+    if not ahead:
         return
-    lines, algo = [], config.algo
+    try:
+        instantiate(config.rollout)  # which imports no torch
+    except InstantiationException as error:
+        lines.append(str(error.__cause__))
     engine, surrogate = (OmegaConf.select(config, f"{key}._target_") for key in ("engine", "algo.surrogate"))
-    if str(surrogate).startswith("grpo.") and algo.policy_coef and not algo.correction and algo.old_policy == "trainer":
-        takes = arguments(surrogate).keys()
-        if "rollout_logprobs" not in takes:
-            compares = bool(takes & {"ratio", "log_ratio", "old_logprobs"})
-            lines.append(too_old(f"rollout.ahead={ahead}", compares))
+    if str(surrogate).startswith("grpo.") and algo.policy_coef:
+        takes, corrected = arguments(surrogate).keys(), algo.correction is not None
+        lines.append(too_old(f"rollout.ahead={ahead}", takes, corrected, algo.old_policy))
     if engine in SHARED or (engine == AUTO and find_spec("vllm") is None):
         lines.append(f"rollout.ahead={ahead} {NOT_APART}")
-    if lines:
+    if lines := [line for line in lines if line]:
         raise UserError("; and ".join(lines))
 
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo.config.appendix import of_appendix
 from grpo.config.composing import CONF, composed, literal
 from grpo.config.resuming import key_in
-from grpo.config.validation import needed, no_value
+from grpo.config.validation import TABLES, needed, no_value
 from grpo.system.errors import UserError, lacks_memory, one_line
 from grpo.system.files import FULL
 from grpo.system.ranges import flat
@@ -35,7 +35,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     """
     causes = list(chain(error))
     if mistake := next((cause for cause in causes if isinstance(cause, UserError)), None):
-        return str(mistake)
+        return with_keys(str(mistake))
     if missing := next((cause for cause in causes if isinstance(cause, MissingConfigException)), None):
         group, _, option = (missing.missing_cfg_file or "").rpartition("/")
         options = ", ".join(option for option in missing.options or () if option != "base")
@@ -90,6 +90,16 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return one_line(error)
     return None
+
+
+def with_keys(line: str) -> str:
+    """Return a line of a room with keys in place of Python's names: `Algorithm.level` is algo.level, and `Algorithm.kl=loss`
+    is algo/kl=loss, since conf/ has a group for this axis."""
+    axes = "|".join(path.name for path in (CONF / "algo").iterdir() if path.is_dir())
+    line = re.sub(rf"\bAlgorithm\.({axes})=", r"algo/\1=", line)
+    for name, key in TABLES["names"].items():
+        line = re.sub(rf"\b{name}\.(?=\w)", f"{key}.", line)
+    return line
 
 
 def known_elsewhere(name: str, *headers: str) -> str | None:

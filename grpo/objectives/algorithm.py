@@ -3,7 +3,7 @@
     advantage x level of the ratio x surrogate x reduction x KL x choice of tokens x correction x teacher
 
 Every axis is a pure function of tensors in a file of its own. This file joins them: `credit` turns rewards into advantages,
-`loss` is equation 1. axes.py refuses meaningless combinations.
+`loss` is equation 1. refusals.py refuses meaningless combinations.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from grpo.objectives.advantage import reward_to_go, whiten
 from grpo.objectives.arguments import OFFERED, call, function_of, parameters
-from grpo.objectives.axes import check_axes
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.objectives.choice import chosen_tokens, with_top_entropy
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL, k3
 from grpo.objectives.loss import Level, Reduce, off_policy_keep, policy_log_ratio, token_weights
+from grpo.objectives.refusals import check_axes
 from grpo.objectives.shaping import less_kl, less_overlong
 from grpo.objectives.staleness import ages, policy_between
 from grpo.objectives.terms import WithTerms
@@ -33,7 +33,7 @@ from grpo.system.ranges import Count, NonNegative, Positive, Share, SomeShare, e
 BySource = Mapping[str, Mapping[Literal["policy", "imitation", "teacher"], NonNegative]]  # factors of terms, by source
 
 
-@enforced("algo")
+@enforced("Algorithm")
 @dataclass(frozen=True)
 class Algorithm(WithTerms):
     """advantage, surrogate, choice, correction: functions; arguments.py lists what they are given.

@@ -4,7 +4,7 @@ A new advantage, surrogate or correction is therefore one function, whose parame
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from grpo.rewards.resolve import imported
@@ -39,21 +39,19 @@ def call(axis: str, function: Callable, offered: Mapping[str, Any]) -> Any:
         raise UserError(f"{named(axis, function)}: {error}") from error
 
 
-def lacking(axis: str, function: Callable, offered: Iterable[str]) -> list[str]:
-    """Return the parameters of a function for which there is no value. Raises UserError for a default, which a setting may have
+def lacking(axis: str, function: Callable, offered: Iterable[str]) -> Iterator[str]:
+    """Yield the parameters of a function for which there is no value. Raises UserError for a default, which a setting may have
     changed, that does not fit its annotation."""
-    without = []
     for name, parameter in parameters(function).items():
         if parameter.default is not parameter.empty:
-            require(f"algo.{axis}.{name}", parameter.default, parameter.annotation)
+            require(f"Algorithm.{axis}.{name}", parameter.default, parameter.annotation)
         elif parameter.kind != parameter.VAR_KEYWORD and name not in offered:
-            without.append(name)
-    return without
+            yield name
 
 
 def named(axis: str, function: Callable) -> str:
-    """Return the key and the function of an axis, such as `algo.surrogate (clip)`."""
-    return f"algo.{axis} ({function_name(function)})"
+    """Return the key and the function of an axis, such as `Algorithm.surrogate (clip)`."""
+    return f"Algorithm.{axis} ({function_name(function)})"
 
 
 def function_name(function: Callable) -> str:
@@ -62,12 +60,15 @@ def function_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def too_old(cause: str, compares: bool) -> str:
-    """Return the line about samples of an older policy that an objective takes as the policy's own. cause: the setting that makes
-    them old. compares: whether the ratio could compare with the policy that sampled."""
+def too_old(cause: str, takes: Collection[str], corrected: bool, old_policy: str) -> str:
+    """Return the line about samples of an older policy that a surrogate takes as the policy's own, "" if it does not. cause: the
+    setting that makes them old. takes: the names of its parameters. corrected: whether a correction weighs its loss."""
+    compares = not {"ratio", "log_ratio", "old_logprobs"}.isdisjoint(takes)
+    if corrected or "rollout_logprobs" in takes or (compares and old_policy == "rollout"):
+        return ""
     line = f"{cause}: the samples are older than the policy, and this objective takes them as its own"
-    bypass = "algo.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
-    return f"{line}: set {bypass}algo/correction=tis (weights by the change of their probability)"
+    bypass = "Algorithm.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""
+    return f"{line}: set {bypass}Algorithm.correction=tis (weights by the change of their probability)"
 
 
 def function_of(axis: str, value: Any, kind: Any) -> Any:
@@ -75,4 +76,4 @@ def function_of(axis: str, value: Any, kind: Any) -> Any:
     axis's own words and FunctionName."""
     words, _ = get_args(kind)
     is_name = isinstance(value, str) and not accepts(words, value)
-    return imported(value, f"algo.{axis}, the function") if is_name else value
+    return imported(value, f"Algorithm.{axis}, the function") if is_name else value

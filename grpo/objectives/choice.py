@@ -45,5 +45,6 @@ def with_top_entropy(choice: Callable[..., Tensor] | None, share: float) -> Call
     if share == 1:
         return choice
     if (choice and getattr(choice, "func", None)) not in (None, top_entropy):
-        raise UserError("algo.top_entropy below 1 is a choice of tokens of its own: set it to 1, or algo/choice=none")
+        line = "Algorithm.top_entropy below 1 is a choice of tokens of its own"
+        raise UserError(f"{line}: set it to 1, or Algorithm.choice=none")
     return partial(top_entropy, share=share)

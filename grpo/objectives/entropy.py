@@ -8,7 +8,7 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import NonNegative, Positive, enforced
 
 
-@enforced("algo.entropy")
+@enforced("EntropyBonus")
 @dataclass(frozen=True)
 class EntropyBonus:
     """Settings: coef times the entropy is subtracted from every token's loss. With a target (mean over an update's tokens) the
@@ -22,7 +22,7 @@ class EntropyBonus:
 
     def __post_init__(self) -> None:
         if self.most < self.coef:
-            raise UserError(f"algo.entropy.coef={self.coef} must be at most algo.entropy.most={self.most}")
+            raise UserError(f"EntropyBonus.coef={self.coef} must be at most EntropyBonus.most={self.most}")
 
     @property
     def active(self) -> bool:

@@ -37,7 +37,7 @@ Place = Literal["loss", "loss_with_ratio", "reward", "reward_to_go"]
 Target = Literal["reference", "rollout"]
 
 
-@enforced("algo.kl")
+@enforced("KL")
 @dataclass(frozen=True)
 class KL:
     """coef times an estimate, in one of these places:
@@ -60,10 +60,10 @@ class KL:
 
     def __post_init__(self) -> None:
         if self.in_reward and self.target == "rollout":
-            raise UserError(f"algo.kl.place={self.place} with target=rollout: no KL to penalise; set target=reference")
+            raise UserError(f"KL.place={self.place} with target=rollout: no KL to penalise; set target=reference")
         if self.sync_every and not self.needs_reference:
             fix = "set coef above 0 and target=reference, or sync_every=0"
-            raise UserError(f"algo.kl.sync_every moves a reference that nothing uses: {fix}")
+            raise UserError(f"KL.sync_every moves a reference that nothing uses: {fix}")
 
     @property
     def needs_reference(self) -> bool:

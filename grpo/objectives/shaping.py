@@ -28,7 +28,7 @@ def less_overlong(scores: Scores, max_tokens: int, share: float) -> Scores:
     if not share:
         return scores
     if "overlong" in scores.parts:
-        raise UserError("a part of the reward is called 'overlong': rename it, or set algo.overlong_share=0")
+        raise UserError("a part of the reward is called 'overlong': rename it, or set Algorithm.overlong_share=0")
     penalty = overlong_penalty(scores.last_lengths, max_tokens, share)
     return replace(scores, rewards=scores.rewards + penalty, parts={**scores.parts, "overlong": penalty})
 

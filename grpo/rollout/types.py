@@ -54,7 +54,7 @@ class Limits:
     score_timeout: Seconds = TIMEOUT
 
 
-@enforced("rollout")
+@enforced("Plan")
 @dataclass(frozen=True)
 class Plan:
     """The size of a run: `num_rollouts` rollouts of `prompts` prompts with `group_size` samples each.
@@ -78,7 +78,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.sampling.temperature == 0:
-            raise UserError("rollout.sampling.temperature=0: greedy samples are equal and teach nothing: raise it")
+            raise UserError("Plan.sampling.temperature=0: greedy samples are equal and teach nothing: raise it")
+        if self.most_stale < self.ahead:
+            line = f"Plan.max_staleness={self.max_staleness} is below Plan.ahead={self.ahead}"
+            raise UserError(f"{line}, by which samples are old in any case: raise it, or lower Plan.ahead")
 
     @property
     def most_stale(self) -> int:

@@ -20,7 +20,7 @@ from grpo.config.composing import CONF, options
 from grpo.config.composing import composed as compose_line
 from grpo.config.help import OURS, WIDTH, first_line, phrases_of
 from grpo.config.overview import help_text
-from grpo.objectives.checks import check_algorithm
+from grpo.objectives.refusals import check_algorithm
 from grpo.system.errors import UserError
 
 GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment", "preflight")

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from grpo.config import early
+from grpo.config.explain import explain
 from grpo.extras.datasets.glance import columns_in
 from grpo.rewards.combined import Rewards
 from grpo.rewards.resolve import locate
@@ -37,7 +38,7 @@ ROWS = ["task=jsonl", f"task.path={EXAMPLES / 'train.jsonl'}", "task.prompt=ques
 def refused(*overrides: str) -> str:
     with pytest.raises(UserError) as refusal:
         early.check_early(compose_config("output_dir=.", *overrides))
-    return str(refusal.value)
+    return explain(refusal.value, "train")
 
 
 @pytest.fixture

@@ -35,12 +35,13 @@ def state(folder) -> dict:
 def told(*overrides: str, name: str = "train") -> str:
     """Return the line that a user gets."""
     import eval
+    from grpo.apps.cli import announced
     from grpo.config.explain import explain
     from train import train
 
     try:
         config = compose_config(*overrides, name=name)
-        train(config) if name == "train" else eval.evaluate(config)
+        train(announced(config, overrides)) if name == "train" else eval.evaluate(config)
     except Exception as error:
         line = explain(error, name, overrides)
         assert line is not None and "\n" not in line, f"no one-line answer to {error!r}"

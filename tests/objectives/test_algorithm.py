@@ -17,10 +17,10 @@ from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.advantage import group_advantages, no_baseline
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.checks import check_algorithm
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
+from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.draw import Everything
 from grpo.rollout.types import Sample

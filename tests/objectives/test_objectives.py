@@ -17,10 +17,10 @@ from grpo.objectives.advantage import group_advantages, has_signal, leave_one_ou
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import parameters
 from grpo.objectives.batch import Scores
-from grpo.objectives.checks import advice, check_algorithm
 from grpo.objectives.entropy import EntropyBonus, EntropyController
 from grpo.objectives.kl import k1, k2, k3
 from grpo.objectives.loss import clip, off_policy_keep, policy_log_ratio, reinforce, token_weights
+from grpo.objectives.refusals import advice, check_algorithm
 from grpo.objectives.shaping import overlong_penalty
 from grpo.objectives.trial import even_batch
 from grpo.system.errors import UserError
@@ -491,7 +491,7 @@ def test_an_error_of_an_axis_names_its_key_and_the_argument(advantage, message):
     with pytest.raises(UserError, match=f"^{message}"):
         advantage(**{name: offered[name] for name in parameters(advantage) if name in offered})
     name = getattr(advantage, "func", advantage).__name__
-    with pytest.raises(UserError, match=rf"^algo\.advantage \({name}\): {message}"):
+    with pytest.raises(UserError, match=rf"^Algorithm\.advantage \({name}\): {message}"):
         Algorithm(advantage, clip, max_tokens=4).credit(
             Scores(scores, parts, scores, scores, scores == 0), even_batch(2, 2, -1.0)
         )

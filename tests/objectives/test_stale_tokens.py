@@ -26,9 +26,9 @@ from grpo.extras.teachers.distillation import iw_opd, topd, vopd
 from grpo.extras.teachers.teaching import Teaching
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
-from grpo.objectives.checks import check_algorithm
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
+from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
 from grpo.rollout.versions import with_staleness
@@ -195,9 +195,12 @@ def truncated_high(log_w: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"correction": None}, "a correction has the rest: set algo/correction=tis"),
-        ({"surrogate": reinforce, "level": "none"}, "has no ratio, and algo.correction alone is a part of its weight"),
-        ({"kl": KL(0.1, "k1", "reward")}, "algo.kl.place=reward needs the old policy"),
+        ({"correction": None}, "a correction has the rest: set Algorithm.correction=tis"),
+        (
+            {"surrogate": reinforce, "level": "none"},
+            "has no ratio, and Algorithm.correction alone is a part of its weight",
+        ),
+        ({"kl": KL(0.1, "k1", "reward")}, "KL.place=reward needs the old policy"),
         ({"advantage": lambda rewards, mask, old_logprobs: old_logprobs}, "the advantage needs the old policy"),
         ({"teacher": Teaching(1.0)}, "the teacher's part needs the old policy"),
         ({"teacher": Teaching(1.0, "reverse", cap=2.0)}, "the teacher's part needs the old policy"),
@@ -230,11 +233,11 @@ def test_old_samples_for_a_teacher(divergence, cap, weighed):
     if weighed is None:
         check("trainer")
     else:
-        with pytest.raises(UserError, match=r"rollout\.ahead=4: the divergence takes the samples as the policy's own"):
+        with pytest.raises(UserError, match=r"Plan\.ahead=4: the divergence takes the samples as the policy's own"):
             check("trainer")
     if weighed is False:
         with pytest.raises(
-            UserError, match=r"set algo.old_policy=rollout algo.teacher.cap=2, or a divergence of distr"
+            UserError, match=r"set Algorithm.old_policy=rollout Teaching.cap=2, or a divergence of distr"
         ):
             check("rollout")
     else:

@@ -17,11 +17,8 @@ log = logging.getLogger(__name__)
 def rollouts_ahead(rollouts: Rollouts, stop: Stop) -> Chain | Pool:
     """Return what plays rollouts beside the update. Raises UserError."""
     plan = rollouts.plan
-    if plan.most_stale < plan.ahead:
-        line = f"rollout.max_staleness={plan.max_staleness} is below rollout.ahead={plan.ahead}"
-        raise UserError(f"{line}, by which samples are old in any case: raise it, or lower rollout.ahead")
     if not getattr(rollouts.engine, "apart", False):
-        raise UserError(f"rollout.ahead={plan.ahead} {NOT_APART}")
+        raise UserError(f"Plan.ahead={plan.ahead} {NOT_APART}")
     if plan.order == "exact":
         return Chain(rollouts, stop)
     if reason := one_by_one(rollouts):

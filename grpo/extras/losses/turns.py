@@ -137,7 +137,7 @@ def peers(
     return advantages
 
 
-@enforced("algo.advantage")
+@enforced("Algorithm.advantage")
 class RoleBaseline:
     """A = r - b of the example's role, and then b becomes decay b + (1 - decay) r: one sample after the other, from rollout to
     rollout. Role-conditioned advantage estimation, arXiv 2506.24119. role: the column with the role. Every b is 0 at first, and

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.checks import check_age
+from grpo.objectives.refusals import check_age
 from grpo.rollout.draw import Draw, Everything, Outer, Selection
 from grpo.rollout.types import Group, Plan, Sample
 from grpo.system.errors import UserError

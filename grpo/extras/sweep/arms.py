@@ -1,8 +1,6 @@
 """Finds the arms of a sweep that cannot be, before its first job: the checks of a run that need no model."""
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.utils import instantiate
@@ -35,25 +33,12 @@ def check_arms(arms: Mapping[str, DictConfig]) -> None:
 
 def check_built(config: DictConfig) -> None:
     """Build what needs neither rows nor a model, and check that it fits together. Raises UserError."""
-    from grpo.objectives.checks import check_algorithm
+    from grpo.objectives.refusals import check_algorithm
 
     plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     instantiate(config.eval)
-    with silent("grpo.objectives.checks"):  # the job itself gives the advice
-        check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, bool(config.get("critic")))
+    check_algorithm(algorithm, plan.prompts, plan.group_size, plan.ahead, bool(config.get("critic")))
 
 
 # what each check reads
 CHECKED = {check_sources: ("task", "source", "model"), check_built: ("rollout", "algo", "eval", "critic")}
-
-
-@contextmanager
-def silent(name: str) -> Iterator[None]:
-    """Hold back the warnings of a logger."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

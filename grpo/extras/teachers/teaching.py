@@ -26,7 +26,7 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import Count, FunctionName, NonNegative, Positive, Share, enforced
 
 
-@enforced("algo.imitation")
+@enforced("Imitation")
 @dataclass(frozen=True)
 class Imitation:
     """Weights of the cross-entropy with a token, by who wrote it.
@@ -111,7 +111,7 @@ NAMED = {"sampled": sampled, "forward": forward, "reverse": reverse, "jsd": jsd}
 Divergence = Literal["sampled", "forward", "reverse", "jsd"] | FunctionName
 
 
-@enforced("algo.teacher")
+@enforced("Teaching")
 @dataclass(frozen=True)
 class Teaching:
     """The third part of equation 1, coef times a divergence from the policy to a teacher, on the tokens that the policy sampled.
@@ -140,9 +140,9 @@ class Teaching:
             raise UserError(f"{named('teacher.divergence', self.divergence)} {line}")
         if self.top_k and not self.of_distributions:
             line = "compares sampled tokens, not distributions: take forward, reverse or jsd, or top_k=null"
-            raise UserError(f"algo.teacher.top_k={self.top_k}, but the divergence {line}")
+            raise UserError(f"Teaching.top_k={self.top_k}, but the divergence {line}")
         if self.cap and (self.of_rollouts or "ratio" in parameters(self.divergence)):
-            raise UserError(f"algo.teacher.cap={self.cap}, but the divergence has the ratio already: set cap=null")
+            raise UserError(f"Teaching.cap={self.cap}, but the divergence has the ratio already: set cap=null")
 
     @property
     def active(self) -> bool:
@@ -200,8 +200,8 @@ class Teaching:
             return
         weighed = bool(self.cap or self.of_rollouts or "ratio" in takes)
         if not weighed or a.old_policy != "rollout":
-            line = "the divergence takes the samples as the policy's own, and algo.correction does not weigh it"
-            ratio = "algo.old_policy=rollout" + ("" if weighed else " algo.teacher.cap=2")
+            line = "the divergence takes the samples as the policy's own, and Algorithm.correction does not weigh it"
+            ratio = "Algorithm.old_policy=rollout" + ("" if weighed else " Teaching.cap=2")
             raise UserError(f"{cause}: {line}: set {ratio}, or a divergence of distributions")
 
     def on_trial(self, logprobs: Tensor, batch: TokenBatch, words: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.extras.ahead.chain import Chain
 from grpo.extras.ahead.order import staleness_of
-from grpo.objectives.checks import check_algorithm
+from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.run import Run
@@ -330,7 +330,7 @@ def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
     for overrides in (["algo=gspo"], ["algo.level=none", "algo/surrogate=reinforce", "algo.old_policy=rollout"]):
         with pytest.raises(UserError, match="older than the policy") as refused:
             check_algorithm(preset(*overrides), 4, 2, ahead=1)
-    assert "algo.old_policy" not in str(refused.value)  # would change nothing: there is no ratio
+    assert "old_policy" not in str(refused.value)  # would change nothing: there is no ratio
 
 
 def test_the_thread_uses_the_gpu_of_the_trainer(monkeypatch):

@@ -13,6 +13,7 @@ from helpers.runs import learned
 from helpers.slots import Halves, Talk
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.extras.ahead.check import one_by_one
 from grpo.extras.ahead.pool import Flight, Pool
@@ -20,6 +21,7 @@ from grpo.extras.selection.selection import Dynamic
 from grpo.rollout.draw import Everything
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
+from grpo.rollout.types import Plan
 from grpo.runs.run import Run
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.seeds import TRAIN, derive_seed
@@ -200,7 +202,7 @@ def test_where_groups_cannot_be_handed_over_one_by_one_a_line_says_why(part, rea
 
 
 def test_what_cannot_be_ahead_is_refused(run):
-    with pytest.raises(UserError, match=r"rollout.max_staleness=1 is below rollout.ahead=2.*raise it, or lower"):
-        run("rollout.ahead=2 rollout.max_staleness=1")
+    with pytest.raises(UserError, match=r"Plan.max_staleness=1 is below Plan.ahead=2.*raise it, or lower"):
+        Plan(2, 2, 4, Sampling(4), ahead=2, max_staleness=1)
     with pytest.raises(UserError, match="needs an engine with its own copy"):
         run("rollout.ahead=2 engine._target_=grpo.engines.builtin.engine.TransformersEngine")

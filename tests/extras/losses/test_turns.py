@@ -14,8 +14,8 @@ from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.extras.losses.turns import RoleBaseline, gigpo, optimal_token, peers, remax, returns, turn_returns
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.checks import check_algorithm
 from grpo.objectives.loss import clip
+from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
 
