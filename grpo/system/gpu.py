@@ -16,7 +16,7 @@ NEEDED = {"12": 525, "13": 580}  # the oldest driver by the CUDA version that to
 
 
 def check_gpu(who: str, cpu: str) -> None:
-    """Raise UserError if there is a GPU that torch cannot use. who: would use it. cpu: the setting that asks for the CPU."""
+    """Raise UserError if there is a GPU that torch cannot use. who: what would use it. cpu: the setting to suggest instead."""
     if why := unused_gpu():
         raise UserError(f"this machine has a GPU that {who} would not use: {why}, or set {cpu}")
 

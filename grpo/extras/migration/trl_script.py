@@ -167,7 +167,7 @@ def callee(node: ast.expr) -> str:
 
 
 def arguments_by_name(call: ast.Call, names: Iterable[str] = ()) -> list[tuple[str, ast.expr]]:
-    """Return the arguments of a call with their names, of which `names` are those by position; a mapping's is `**`."""
+    """Return the arguments of a call by name. names: those of the positional arguments; the name of **mapping is `**`."""
     return [*zip(names, call.args, strict=False), *((keyword.arg or "**", keyword.value) for keyword in call.keywords)]
 
 

@@ -35,7 +35,7 @@ REMEMBERED = 8192  # completions
 
 
 class OpenEngine:
-    """The engine of `rollouts` at http://127.0.0.1:port, for `Batching` an engine itself. Mutable: it remembers completions.
+    """Serves the run's engine at http://127.0.0.1:port. `Batching` uses it like an engine. Mutable: it remembers completions.
 
     answered: completions so far. refused: the errors that environments were given.
     """
