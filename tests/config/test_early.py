@@ -87,8 +87,12 @@ def test_rollouts_ahead_are_refused_once_with_all_that_is_missing():
     assert "set algo.old_policy=rollout" in line and "engine" not in line
     line = refused("rollout.ahead=2", "engine=vllm_shared", "algo/correction=tis")
     assert line.startswith("rollout.ahead=2 needs an engine") and "older" not in line
-    bare = refused("rollout.ahead=1", "algo/surrogate=reinforce", "algo.level=none", "engine=vllm")
-    assert "set algo/correction=tis" in bare and "old_policy" not in bare  # there is no ratio to compare
+    for old_policy in ("trainer", "rollout"):  # there is no ratio to compare
+        bare = refused(
+            "rollout.ahead=1", "algo/surrogate=reinforce", "algo.level=none", f"algo.old_policy={old_policy}"
+        )
+        assert "set algo/correction=tis" in bare and "old_policy" not in bare
+    assert "rollout.max_staleness=1 is below rollout.ahead=2" in refused("rollout.ahead=2", "rollout.max_staleness=1")
     for fine in ("algo=topr", "algo=vespo", "algo.old_policy=rollout", "algo/correction=tis"):
         early.check_early(compose_config("output_dir=.", "rollout.ahead=1", "engine=vllm_server", fine))
 
