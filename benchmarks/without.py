@@ -135,7 +135,7 @@ class Tree:
 
     def chooses_none(self, file: Path) -> bool:
         """Mend the choices of a file; return whether it cannot do without one that is gone."""
-        conf, lines, lost = self.root / "conf", [], False
+        conf, lines, unset, lost = self.root / "conf", [], [], False
         group = file.parent.relative_to(conf)
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
             if members := re.match(r"defaults: \[([\w, ]+)\]", line):  # a list of options of its own group
@@ -149,6 +149,9 @@ class Tree:
                     others = [other for other in NONE if other == "null" or (conf / where / f"{other}.yaml").is_file()]
                     lost |= group != Path(".")
                     line = line[: choice.start(3)].rstrip('"') + f'"{others[0]}"\n'.replace('"null"', "null")
+                    unset += [f"${{{where}}}"] if others[0] == "null" else []
+            elif any(reference in line for reference in unset):  # the choice of a group that has no option left
+                line = re.sub(r"\$\{\w+\}", "null", line)
             lines.append(line)
         if not lost:
             file.write_text("".join(lines), encoding="utf-8")

@@ -78,7 +78,7 @@ def test_a_flaky_test_alone_does_not_fail_the_suite_and_children_are_counted(sui
 
 def test_a_room_over_its_budget_fails_the_suite(suite, tmp_path):
     (tmp_path / "conftest.py").write_text("from helpers import costs\n\ncosts.BUDGET['tests'] = 0.001\n")
-    process = suite("--budget", "--costs=costs.jsonl", "-k", "computes")
+    process = suite("--budget", "-k", "computes")
     assert "of 0.001 CPU seconds" in process.communicate()[0] and process.returncode == 1
 
 

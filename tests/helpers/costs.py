@@ -85,7 +85,8 @@ def counted(function: Callable, what: str) -> Callable:
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     global spent, file
     COUNTS.clear()
-    if item.config.option.costs and item.nodeid.partition("::")[0] != file:
+    wanted = item.config.option.costs or item.config.option.budget
+    if wanted and item.nodeid.partition("::")[0] != file:
         file = item.nodeid.partition("::")[0]
         COUNTS["pace"] = pace()
     spent = seconds()
