@@ -78,10 +78,8 @@ def check_sources(config: DictConfig) -> None:
 
 def check_parts(config: DictConfig) -> None:
     """Raises UserError for a part of the loss that has a weight and nothing to learn from, and if no part has a weight."""
-    texts, coef = OmegaConf.select(config, "algo.imitation"), OmegaConf.select(config, "algo.teacher.coef")
-    weighed = [
-        f"algo.imitation.{name}={texts[name]}" for name in ("sampled", "observed", "given") if texts and texts[name]
-    ]
+    texts, coef = OmegaConf.select(config, "algo.imitation") or {}, OmegaConf.select(config, "algo.teacher.coef")
+    weighed = [f"algo.imitation.{key}={texts[key]}" for key in ("sampled", "observed", "given") if texts.get(key)]
     if coef and config.get("teacher") is None:
         line = f"algo.teacher.coef={coef}, but teacher=none"
         raise UserError(f"{line}: take teacher=model teacher.model.path=FOLDER, or another of --help teacher")

@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,9 +39,8 @@ from grpo.system.progress import Progress
 
 def check_axes(a: Any) -> None:
     """Raises UserError for the first meaningless setting of `a`, or combination of its axes."""
-    for rule in (wrong_values, combinations, wrong_between):
-        for line in rule(a):
-            raise UserError(line)
+    for line in chain(wrong_values(a), combinations(a)):
+        raise UserError(line)
 
 
 def wrong_values(a: Any) -> Iterator[str]:
@@ -71,6 +71,8 @@ def combinations(a: Any) -> Iterator[str]:
     if a.old_policy == "rollout" and a.correction is not None:
         line = "Algorithm.old_policy=rollout puts the engine's mismatch into the ratio, and the correction would count it twice"
         yield f"{line}: set Algorithm.correction=none or Algorithm.old_policy=trainer"
+    if a.old_policy == "between":
+        yield from wrong_between(a)
     if a.correction is not None and getattr(getattr(a.surrogate, "func", a.surrogate), "weighs_rollout", False):
         line = "compares with the policy that sampled, and Algorithm.correction would count that twice"
         yield f"Algorithm.surrogate={function_name(a.surrogate)} {line}: set Algorithm.correction=none"
@@ -87,8 +89,6 @@ def combinations(a: Any) -> Iterator[str]:
 def wrong_between(a: Any) -> Iterator[str]:
     """Yield a line for old_policy=between where only a part of pi / mu would count, or the old policy is needed before a loss."""
     cause, fix = "Algorithm.old_policy=between", "set Algorithm.old_policy=trainer"
-    if a.old_policy != "between":
-        return
     if a.correction is None:
         line = "the ratio is then a root of policy / rollout policy, and a correction has the rest"
         yield f"{cause}: {line}: set Algorithm.correction=tis, or Algorithm.old_policy=rollout"

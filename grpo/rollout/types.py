@@ -79,7 +79,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.sampling.temperature == 0:
             raise UserError("Plan.sampling.temperature=0: greedy samples are equal and teach nothing: raise it")
-        if self.most_stale < self.ahead:
+        if self.max_staleness is not None and self.max_staleness < self.ahead:
             line = f"Plan.max_staleness={self.max_staleness} is below Plan.ahead={self.ahead}"
             raise UserError(f"{line}, by which samples are old in any case: raise it, or lower Plan.ahead")
 
