@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("imports", "composes", "trains", "tests")
-NONE = ("none", "off", "null", "path")  # what a choice becomes, the first of them that its group has
+NONE = ("none", "off", "plain", "null", "path")  # what a choice becomes, the first of them that its group has
 IMPORTS = """
 import importlib, pkgutil, sys
 import grpo
@@ -212,7 +212,7 @@ def main(words: list[str]) -> int:
         if chosen == ["book"]
         else [[name] for name in chosen]
     )
-    return int(any(any(without(names, steps, log).values()) for names in trees))
+    return int(any([any(without(names, steps, log).values()) for names in trees]))  # a list: each tree is tried
 
 
 if __name__ == "__main__":
