@@ -3,11 +3,11 @@
     python benchmarks/without.py NAME [...] [--steps=imports,composes,trains,tests]
     python benchmarks/without.py all
 
-With an appendix go the appendices whose NEEDS name it, its tests, the tasks that import it, and the options of conf/ that
-name one of these or choose such an option. A choice of the configuration that is gone becomes none or off, a slot of an
-object that stays becomes null, an entry of a list is left out. Then every module is imported, the configuration is
-composed, a run of one rollout trains, and the quick tests that remain are run. Prints a line for each appendix and step:
-`ok`, or the last line of what failed. The exit code is 1 if anything did.
+With an appendix go the appendices whose NEEDS name it, its tests, the tasks and plugins of Hydra that import it, and the options
+of conf/ that name one of these or choose such an option. A choice of the configuration that is gone becomes none or off, or
+Hydra's own; a slot of an object that stays becomes null, an entry of a list is left out. Then every module is imported, the
+configuration is composed, a run of one rollout trains, and the quick tests that remain are run. Prints a line for each
+appendix and step: `ok`, or the last line of what failed. The exit code is 1 if anything did.
 
 `all` deletes each appendix by itself; `book` deletes all of them at once.
 """
@@ -86,7 +86,9 @@ class Tree:
             for folder in ("grpo/extras", "tests/extras"):
                 shutil.rmtree(root / folder / name, ignore_errors=True)
         self.named = re.compile(rf"\bgrpo\.extras\.({'|'.join(self.gone)})\b")
-        tasks = [path for path in (root / "tasks").rglob("*.py") if self.names(path)]
+        tasks = [
+            path for folder in ("tasks", "hydra_plugins") for path in (root / folder).rglob("*.py") if self.names(path)
+        ]
         for task in tasks:
             task.unlink()
         modules = [".".join(task.relative_to(root).with_suffix("").parts) for task in tasks]
@@ -146,6 +148,8 @@ class Tree:
                 slash, where, one = choice.groups()
                 where = where if slash or group == Path(".") else str(group / where)
                 if f"{where}/{one}" in self.options:
+                    if where.startswith("hydra/"):  # Hydra has its own
+                        continue
                     others = [other for other in NONE if other == "null" or (conf / where / f"{other}.yaml").is_file()]
                     lost |= group != Path(".")
                     line = line[: choice.start(3)].rstrip('"') + f'"{others[0]}"\n'.replace('"null"', "null")
@@ -166,9 +170,10 @@ class Tree:
 
     def trains(self) -> str:
         paths = {"toy": ROOT / "tests/data/run/checkpoints/last", "data": ROOT / "tests/data", "out": self.root / "out"}
-        gone = [] if (self.root / "conf/task/gsm8k.yaml").is_file() else ["task=sums"]
-        words = SETTINGS.format(**paths).split()
-        return self.failed("train.py", *(gone or ["task=gsm8k"]), *words)
+        words = ["task=gsm8k", *SETTINGS.format(**paths).split()]
+        if not (self.root / "conf/task/gsm8k.yaml").is_file():
+            words = ["task=sums", *(word for word in words if not word.startswith("task"))]
+        return self.failed("train.py", *words)
 
     def tests(self) -> str:
         return self.failed("-m", "pytest", "-p", "no:cacheprovider", "--no-header", f"--basetemp={self.root}/.tests")
