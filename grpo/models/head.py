@@ -57,7 +57,7 @@ def token_values(
     return tuple(torch.cat(parts) for parts in zip(*scores, strict=True))
 
 
-class Given(nn.Module):
+class StandIn(nn.Module):
     """Stands in a model for one of its parts, whose attributes it has, and returns what it is given."""
 
     def __init__(self, part: nn.Module, result: Any) -> None:
@@ -79,14 +79,14 @@ class States(BaseModelOutputWithPast):
         return None
 
 
-def after_the_decoder(model: nn.Module, hidden: Tensor, head: Given | None = None) -> Tensor:
+def after_the_decoder(model: nn.Module, hidden: Tensor, head: StandIn | None = None) -> Tensor:
     """Return the logits that the model's own code makes of its decoder's states, [n, V]. hidden: [n, hidden].
 
     head: stands for the model's. Gemma caps logits, Granite divides them, Cohere multiplies them, MiniCPM
     divides the states.
     """
     decoder = model.get_decoder()
-    instead = {decoder: Given(decoder, States(last_hidden_state=hidden[None]))}
+    instead = {decoder: StandIn(decoder, States(last_hidden_state=hidden[None]))}
     if head is not None:
         instead[head.part] = head
     twin = with_parts(model, instead)
@@ -121,7 +121,7 @@ def factor_of(model: nn.Module, width: int) -> float | None:
     states = torch.linspace(1, 2, width, device=head.weight.device)[None]
     scores = torch.tensor([[-500.0, -1.0, 1.0, 500.0]], device=states.device)
     try:
-        stand_in = Given(head, scores[None])
+        stand_in = StandIn(head, scores[None])
         logits = after_the_decoder(model, states, stand_in)
         ratios = (logits / scores).flatten()
         read = stand_in.calls[0][0].flatten()

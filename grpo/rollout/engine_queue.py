@@ -59,7 +59,7 @@ class EngineQueue:
     def __init__(self, engine: Engine, sampling: Sampling, environments: Calls, places: Sequence[Place]) -> None:
         self.mixes = "temperatures" in signature(engine.sample).parameters
         self.engine, self.sampling, self.environments = engine, sampling, environments
-        self.room = math.inf if engine.context is None else engine.context - sampling.max_tokens  # for the prompt
+        self.longest_prompt = math.inf if engine.context is None else engine.context - sampling.max_tokens
         self.asked: dict[Place, tuple[tuple[int, ...], Sampling, int, asyncio.Future]] = {}
         self.working = set(places)  # episodes whose environment is working
         self.slow: set[Place] = set()  # working episodes that the engine does not wait for

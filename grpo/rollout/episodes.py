@@ -86,7 +86,7 @@ async def episode(
             if not turns and not own_prompts:  # every other episode would fail in the same way
                 raise
             return failed(error, state)
-        if turns and len(prompt) > engine.room:  # the conversation no longer fits the model's context
+        if turns and len(prompt) > engine.longest_prompt:  # the conversation no longer fits the model's context
             return await ended("truncated", state)
         completion = await engine.sample(env.place, prompt, seed(s, len(turns)), engine.sampling_in(state, renderer))
         cut_short, message = completion.finish == "length", message_read(renderer, completion.ids, state, prompt)

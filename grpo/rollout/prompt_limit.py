@@ -47,13 +47,13 @@ class PromptLimit:
 
     def within(self, context: int, answer: int) -> "PromptLimit":
         """Return the limit, with max_tokens set, for a model with this context, of which an answer may take `answer` tokens."""
-        room = context - answer
-        if room < 1:
-            raise UserError(f"max_tokens={answer} leaves no room for a prompt in the context of {context}: lower it")
-        if self.max_tokens is not None and self.max_tokens <= room:
+        left = context - answer
+        if left < 1:
+            raise UserError(f"max_tokens={answer} leaves no left for a prompt in the context of {context}: lower it")
+        if self.max_tokens is not None and self.max_tokens <= left:
             return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}", context=context)
-        why = f"max_tokens={answer} leaves {room} of the model's context of {context}"
-        return replace(self, max_tokens=room, why=why, by_context=True, context=context)
+        why = f"max_tokens={answer} leaves {left} of the model's context of {context}"
+        return replace(self, max_tokens=left, why=why, by_context=True, context=context)
 
     @property
     def kept(self) -> int | None:

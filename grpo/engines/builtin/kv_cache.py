@@ -89,7 +89,7 @@ class KVCache:
         self.masks: dict[int | None, Tensor] = {}  # by window
         self.ends: dict[int, Tensor] = {}  # by K
         self.longest += 1
-        if self.longest > self.room:
+        if self.longest > self.capacity:
             self.views.clear()
         logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
         self.counts += 1
@@ -122,7 +122,7 @@ class KVCache:
         counts = [self.steps - joined for _, joined in self.rows]
         self.lengths = sent(torch.tensor(lengths), self.device)  # [B], tokens of each row's prompt
         self.counts = sent(torch.tensor(counts), self.device)  # [B], tokens of each row in the cache
-        self.longest, self.room = max(counts, default=0), 0
+        self.longest, self.capacity = max(counts, default=0), 0
         self.views: dict[int, Views] = {}  # by layer
         self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
         self.positions: Tensor | None = None  # positions of the keys
@@ -166,7 +166,7 @@ class KVCache:
         spare = min(max(GROWTH, self.longest // 8), self.max_tokens - self.longest)
         rows = self.of_rows.get(layer) or [x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in new]
         self.of_rows[layer] = rows = [fitted(x, len(self.rows), self.longest, spare) for x in rows]
-        self.room = rows[0].shape[2]
+        self.capacity = rows[0].shape[2]
         return (
             [x.view(-1, x.shape[3]) for x in rows],
             [x[: len(self.rows)].flatten(0, 1) for x in rows],

@@ -29,7 +29,7 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the policy starts at its reference": learning.first_pass,
     "the gradient ignores microbatches": learning.gradient,
     "the devices' gradients add up": learning.devices,
-    "the disk has room": disk.room,
+    "the disk has room": disk.disk_space,
 }
 
 NEEDS = ("health",)  # whether the demo's model knows the task

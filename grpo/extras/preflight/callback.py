@@ -80,7 +80,7 @@ class PreflightCallback(L.Callback):
             return
         if is_source(self.rollout.rollouts.sampler):
             log.warning("no preflight: it plays episodes of a task, and the samples of this run come from a source")
-            return self.judge()
+            return self.act_on_verdicts()
         rollouts, version = self.rollout.rollouts, self.rollout.learned
         probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version, parts=self.parts)
         checks = {} if self.mode == "off" else CHECKS | checks_of(getattr(module, "parts", {}))
@@ -107,7 +107,7 @@ class PreflightCallback(L.Callback):
             set_everything(self.rollout.objects, before)
         self.noted()
         self.show_plan(probe, start if checks else 0.0)
-        self.judge()
+        self.act_on_verdicts()
 
     @rank_zero_only
     def show_plan(self, probe: Probe, start: float) -> None:
@@ -118,7 +118,7 @@ class PreflightCallback(L.Callback):
         for line in self.plan.lines():
             console().print(line, soft_wrap=True, highlight=False)
 
-    def judge(self) -> None:
+    def act_on_verdicts(self) -> None:
         """End the run if a check failed, or if only the checks were wanted."""
         failed = [f"{name}: {v.compared}; {v.remedy}" for name, v in self.verdicts.items() if v.result == "FAIL"]
         if failed and self.mode != "warn":

@@ -19,7 +19,7 @@ from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
 from grpo.extras.health.callback import untaught
 from grpo.extras.preflight.episodes import is_question, is_seeded
-from grpo.extras.preflight.probe import Checked, Probe, judged
+from grpo.extras.preflight.probe import Checked, Probe, pass_or_fail
 from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import call, parameters
@@ -74,7 +74,7 @@ def gold(probe: Probe) -> Checked:
     text = f"{in_file} right answers are as the file has them, {text}" if in_file else text
     text += f", {plural(fooled, 'answer')} of other rows and {deceived} damaged ones are"
     remedy = f"the right answer {missed[0][:40]!r} gets no marks: look at task.gold" if missed else ACCEPTS
-    return judged(not missed and not fooled and not deceived, text, remedy)
+    return pass_or_fail(not missed and not fooled and not deceived, text, remedy)
 
 
 def of_the_file(task: RowTask, rows: Sequence[Example]) -> tuple[int, list[tuple[Any, Any]]]:
@@ -150,7 +150,7 @@ def rewards(probe: Probe) -> Checked:
     spread = math.hypot(pstdev(right) / len(right) ** 0.5, pstdev(wrong) / len(wrong) ** 0.5)
     text = f"mean reward {high:.3g} of {len(right)} right samples, {low:.3g} of {len(wrong)} wrong ones"
     remedy = "wrong answers earn more than right ones: look at task.weights and at the reward"
-    return judged(low - high <= 3 * spread, text, remedy)
+    return pass_or_fail(low - high <= 3 * spread, text, remedy)
 
 
 def signal(probe: Probe) -> Checked:

@@ -12,7 +12,7 @@ from grpo.env.rendering import message_read
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import EnvBuilder, SingleTurn, Step
-from grpo.extras.preflight.probe import Checked, Probe, judged
+from grpo.extras.preflight.probe import Checked, Probe, pass_or_fail
 from grpo.extras.preflight.white_space import loses_spaces
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample
@@ -81,7 +81,7 @@ def begun(probe: Probe) -> Checked:
     gain, token = mean(start) - mean(), probe.tokenizer.bos_token
     text = f"they do not begin with {token}, and with it their tokens are {gain:+.2f} nats likelier"
     remedy = f"let the tokenizer put {token} in front (add_bos_token in its folder), or the chat template"
-    return judged(gain <= LIKELIER, text, remedy)
+    return pass_or_fail(gain <= LIKELIER, text, remedy)
 
 
 def turns_of(probe: Probe) -> list[tuple[Step, Turn]]:
@@ -128,7 +128,7 @@ def spelled_out(probe: Probe) -> Checked:
     remedy = "prompts are not what was rendered: look at the renderer and its tokenizer"
     if not wrong_prompts:
         remedy = "answers are not what was sampled, or of another turn: please report this"
-    return judged(not wrong_prompts and not wrong_answers, text, remedy)
+    return pass_or_fail(not wrong_prompts and not wrong_answers, text, remedy)
 
 
 def is_text(

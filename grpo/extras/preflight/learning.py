@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo.extras.preflight.probe import Checked, Probe, judged, mean_gap
+from grpo.extras.preflight.probe import Checked, Probe, mean_gap, pass_or_fail
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.master_weights import in_float16
 from grpo.objectives.batch import TokenBatch
@@ -28,7 +28,7 @@ def all_weights(probe: Probe) -> Checked:
     named = dict(probe.module.policy.named_parameters())
     broken = not_finite(named.items())
     text = f"{plural(len(named), 'tensor')}, none missing or of another shape, {len(broken)} not finite"
-    return judged(not broken, text, f"the checkpoint is damaged, the first one is {next(iter(broken), '')}")
+    return pass_or_fail(not broken, text, f"the checkpoint is damaged, the first one is {next(iter(broken), '')}")
 
 
 def mask(probe: Probe) -> Checked:
@@ -50,7 +50,9 @@ def mask(probe: Probe) -> Checked:
     cut = torch.cat([rows for rows, _ in probe.module.microbatches(tokens, every)]).sort().values
     count = sum(sample.length for sample in probe.samples)
     text = f"{plural(count, 'sampled token')}, {int(tokens.mask.sum())} masked; {wrong} of {len(probe.samples)} samples differ"
-    return judged(not wrong and torch.equal(cut, every), text, "the loss would score other tokens: please report this")
+    return pass_or_fail(
+        not wrong and torch.equal(cut, every), text, "the loss would score other tokens: please report this"
+    )
 
 
 def weights(probe: Probe) -> Checked:
@@ -69,7 +71,7 @@ def weights(probe: Probe) -> Checked:
     ours = probe.module.weighed(tokens, len(lengths) * world).weights
     sums = f"{float(ours.sum()):.6g} together, {float(right.sum()):.6g} by {algorithm.reduce}"
     equal = torch.allclose(ours, right, rtol=1e-4, atol=0)
-    return judged(
+    return pass_or_fail(
         equal, f"{plural(int(total), 'token')} weigh {sums}", "the loss weighs its tokens wrongly: please report this"
     )
 
@@ -94,7 +96,7 @@ def first_pass(probe: Probe) -> Checked:
     frozen = probe.module.freeze(few)
     away = mean_gap(frozen.reference_logprobs, one, few)
     text += f", policy and reference by {away:.1e}, bound {bound:.1e}"
-    return judged(away <= bound, text, "the reference is not the policy: look at model.path, adapter and dtype")
+    return pass_or_fail(away <= bound, text, "the reference is not the policy: look at model.path, adapter and dtype")
 
 
 def gradient(probe: Probe) -> Checked:
@@ -118,7 +120,7 @@ def gradient(probe: Probe) -> Checked:
     size = f"{plural(len(few), 'row')}, {plural(int(few.attention_mask.sum()), 'token')}"
     text = f"{size}, cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
     remedy = f"optim.layout={chosen[0]} or the loss depends on microbatches: set optim.layout=padded, or mend the loss"
-    return judged(apart[worst] <= bound, text, remedy)
+    return pass_or_fail(apart[worst] <= bound, text, remedy)
 
 
 def devices(probe: Probe) -> Checked:
@@ -134,7 +136,9 @@ def devices(probe: Probe) -> Checked:
     apart = max(distributed.all_gather([float((total - whole).norm() / whole.norm().clamp(min=1e-30))]))
     bound = gradient_bound(probe)
     text = f"the sum over {count} devices and the whole: {apart:.1e} apart, bound {bound:.1e}"
-    return judged(apart <= bound, text, "the devices hold different weights: give all of them the same model and seed")
+    return pass_or_fail(
+        apart <= bound, text, "the devices hold different weights: give all of them the same model and seed"
+    )
 
 
 def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:

@@ -50,7 +50,7 @@ class Checked:
     seconds: float = 0.0
 
 
-def judged(good: bool, compared: str, remedy: str) -> Checked:
+def pass_or_fail(good: bool, compared: str, remedy: str) -> Checked:
     """Return PASS or FAIL."""
     return Checked("PASS", compared) if good else Checked("FAIL", compared, remedy)
 

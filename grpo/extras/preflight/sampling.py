@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 
-from grpo.extras.preflight.probe import Checked, Probe, judged, mean_gap
+from grpo.extras.preflight.probe import Checked, Probe, mean_gap, pass_or_fail
 from grpo.system.distributed import full, part_of
 from grpo.system.errors import plural
 
@@ -21,7 +21,7 @@ def logprobs(probe: Probe) -> Checked:
     gap = mean_gap(probe.compared.rollout_logprobs, probe.passed[0], probe.compared)
     text = f"mean gap {gap:.1e} nats over {plural(int(probe.compared.mask.sum()), 'token')}, bound {probe.bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
-    return judged(gap <= probe.bound, text, remedy)
+    return pass_or_fail(gap <= probe.bound, text, remedy)
 
 
 def draws(probe: Probe) -> Checked:
@@ -52,7 +52,9 @@ def draws(probe: Probe) -> Checked:
         return Checked("SKIP", thin if len(ids) > 1 else "the policy is certain everywhere: all draws are equal")
     p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
     text = f"{total} draws among {len(ids)} tokens, p = {p_value:.2g}"
-    return judged(bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}")
+    return pass_or_fail(
+        bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}"
+    )
 
 
 def bins(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,4 +106,4 @@ def moved_by(probe: Probe, share: float, version: int) -> Checked:
     if shift < 8 * bound and gap > shift / 4:
         return Checked("SKIP", f"{text}; rounding hides a change of this size")
     remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
-    return judged(max(gap, restored) <= 4 * bound, text, remedy)
+    return pass_or_fail(max(gap, restored) <= 4 * bound, text, remedy)

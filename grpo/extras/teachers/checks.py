@@ -38,7 +38,7 @@ def own_numbers(probe: Any) -> Verdict:
     """The teacher's log-probabilities in the update, or the divergence to its distributions, are those of its own pass over each
     row alone. If not, the cause is looked for: another temperature, or a mask that is off by one."""
     module, lessons = probe.module, probe.module.parts["teacher"]
-    if lessons.judge is None:
+    if lessons.model is None:
         return ("SKIP", "no model of a teacher in this process")
     of, tokens = lessons.teaching, probe.assigned(probe.few)
     members = tokens.teaching > 0
@@ -47,7 +47,7 @@ def own_numbers(probe: Any) -> Verdict:
     tokens, read = (replace(rows, mask=members) for rows in (tokens, lessons.reads))
     if of.of_distributions:
         module.forward_pass(module.policy, tokens, False)
-    measured = lessons.read.detach() if of.of_distributions else lessons.judged(tokens)[members]
+    measured = lessons.read.detach() if of.of_distributions else lessons.logprobs(tokens)[members]
     with lessons.teacher.model() as model:
         theirs, eps = predicted(model, read, module.temperature), torch.finfo(computes_in(model)).eps
     ours, targets = predicted(module.policy, tokens, module.temperature), tokens.ids[:, tokens.prompt_width :][members]
@@ -98,7 +98,7 @@ def knows(probe: Any) -> Verdict:
     members = (tokens.teaching > 0)[:count]
     if not members.any():
         return NONE_TAUGHT
-    theirs, ours = lessons.judged(tokens)[:count][members], probe.passed[0][members]
+    theirs, ours = lessons.logprobs(tokens)[:count][members], probe.passed[0][members]
     chance = -math.log(module.policy.config.get_text_config().vocab_size)
     means = f"mean {theirs.mean():.2f}, median {theirs.median():.2f} nats"
     text = f"it gives the policy's samples {means}, the policy {ours.mean():.2f}, uniform guessing {chance:.2f}"

@@ -76,7 +76,7 @@ class Teacher:
         return tokens, None
 
     def reading(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
-        """Return what the teacher reads: the same completions after its own prompts; and the rows that it can judge, [B] bool;
+        """Return what the teacher reads: the same completions after its own prompts; and the rows that it can read, [B] bool;
         None: all."""
         return tokens, None
 

@@ -100,13 +100,13 @@ class Lessons(UpdatePart):
         self.seen = torch.full_like(tokens.rollout_logprobs, torch.nan)
         given = torch.zeros_like(tokens.mask) if given is None else given
         observed = self.observed(tokens, batch) & ~given if of.observed else torch.zeros_like(given)
-        self.reads, judged = self.teacher.reading(tokens, batch, self.rollouts)
+        self.reads, read = self.teacher.reading(tokens, batch, self.rollouts)
         sampled = tokens.mask
         if self.algorithm.mask_truncated:
             sampled = sampled & ~batch.scores.truncated.flatten().to(sampled.device)[tokens.sample, None]
-        taught = sampled if judged is None else sampled & judged[:, None]
-        if judged is not None:
-            kept, rows = distributed.all_sum(torch.stack([judged, torch.ones_like(judged)]).float().sum(1))
+        taught = sampled if read is None else sampled & read[:, None]
+        if read is not None:
+            kept, rows = distributed.all_sum(torch.stack([read, torch.ones_like(read)]).float().sum(1))
             batch.metrics["teacher/rows"] = float(kept / rows)
         texts = given | observed
         if texts.any():  # a text has no temperature of sampling
@@ -145,8 +145,8 @@ class Lessons(UpdatePart):
         if tokens.teaching is None or self.teaching.of_distributions:
             return tokens
         with self.timed():
-            judged = self.judged(tokens)
-        return self.teaching.fixed(replace(tokens, teacher_logprobs=judged))
+            logprobs = self.logprobs(tokens)
+        return self.teaching.fixed(replace(tokens, teacher_logprobs=logprobs))
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -156,8 +156,8 @@ class Lessons(UpdatePart):
         self.seconds += time.perf_counter() - begun
 
     @torch.no_grad()
-    def judged(self, tokens: TokenBatch) -> Tensor:
-        """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not judge."""
+    def logprobs(self, tokens: TokenBatch) -> Tensor:
+        """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not read."""
         return self.teacher.logprobs(replace(self.reads, mask=tokens.teaching > 0), self.passes)
 
     # -- one update
@@ -186,8 +186,8 @@ class Lessons(UpdatePart):
             raise UserError("replay= cannot repeat an update with whole distributions: it has no rows for the teacher")
         read = replace(self.reads.rows(tokens.row.cpu()), mask=members)
         with self.timed(), torch.no_grad():
-            judge = self.teacher.distributions(read, self.passes)
-        return partial(divergence_at, judge, members, self.module.temperature, self.teaching.of_words)
+            predicted = self.teacher.distributions(read, self.passes)
+        return partial(divergence_at, predicted, members, self.module.temperature, self.teaching.of_words)
 
     def term(self, microbatch: TokenBatch, logprobs: Tensor, means: Means) -> TokenBatch:
         """Add the divergence to the teacher, with gradient."""
@@ -228,7 +228,7 @@ class Lessons(UpdatePart):
     checks = CHECKS
 
     @property
-    def judge(self) -> nn.Module | None:
+    def model(self) -> nn.Module | None:
         """The model of the teacher, if one computes in this process; None if it is elsewhere, or if there are several."""
         if self.teaching.coef:
             with suppress(NotImplementedError), self.teacher.model() as model:
@@ -238,7 +238,7 @@ class Lessons(UpdatePart):
     @cached_property
     def outline(self) -> nn.Module | None:
         """That model, asked once: tensors without memory cannot be moved again."""
-        return self.judge
+        return self.model
 
     def models(self) -> list[nn.Module]:
         return [] if self.outline is None else [self.outline]
@@ -250,8 +250,8 @@ class Lessons(UpdatePart):
         if self.outline is None:
             return None
         with torch.no_grad():
-            judge = Distributions(self.outline, states_before(self.outline.get_decoder(), batch, layout))
-        settings = judge, batch.mask, self.module.temperature, self.teaching.of_words
+            predicted = Distributions(self.outline, states_before(self.outline.get_decoder(), batch, layout))
+        settings = predicted, batch.mask, self.module.temperature, self.teaching.of_words
         return partial(divergence_at, *settings) if self.teaching.of_distributions else None
 
 

@@ -90,14 +90,14 @@ class Itself(Start):
             raise UserError(f"teacher.context=solution: no row has one; set teacher.column to one of {columns}")
         size, most = batch.scores.rewards.shape[1], context_of(self.policy.config) or float("inf")
         cut = getattr(rollouts.renderer, "keep", None)  # the length of a prompt that may lack its beginning
-        prompts, judged = [], []
+        prompts, read = [], []
         rows = zip(tokens.sample.tolist(), tokens.turn.tolist(), tokens.sequences(), strict=True)
         for s, turns, (prompt, rest) in rows:
             turn = next((k for k in turns if k >= 0), None)
             ids = () if turn is None else self.longer(batch.groups[s // size], s % size, turn, rollouts)
-            judged.append(0 < len(ids) <= most - len(rest) and len(ids) != cut)
-            prompts.append(ids if judged[-1] else prompt)
-        return with_prompts(tokens, prompts), torch.tensor(judged, device=tokens.ids.device)
+            read.append(0 < len(ids) <= most - len(rest) and len(ids) != cut)
+            prompts.append(ids if read[-1] else prompt)
+        return with_prompts(tokens, prompts), torch.tensor(read, device=tokens.ids.device)
 
     def longer(self, group: Group, s: int, turn: int, rollouts: Rollouts) -> tuple[int, ...]:
         """Return the prompt of a turn of sample s with the context, as tokens; empty without context."""

@@ -182,10 +182,10 @@ class Teaching:
         """Raise UserError for a divergence that fails on random distributions, or has the same gradient for every teacher."""
         name, gradients = named("teacher.divergence", self.divergence), []
         for seed in (1, 2):
-            (z, batch), judged = random_batch(), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
-            teacher = judged[:, 0].sigmoid().log().view(2, 3)
+            (z, batch), theirs = random_batch(), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            teacher = theirs[:, 0].sigmoid().log().view(2, 3)
             batch = replace(batch, teaching=torch.ones(2, 3), teacher_logprobs=teacher)
-            words = (z.view(6, 1) * torch.arange(4)).log_softmax(-1), judged.log_softmax(-1), torch.arange(6) % 4
+            words = (z.view(6, 1) * torch.arange(4)).log_softmax(-1), theirs.log_softmax(-1), torch.arange(6) % 4
             shape = (6,) if self.of_distributions else (2, 3)
             values = tried(name, partial(self.on_trial, z, batch, words), shape)
             gradients += torch.autograd.grad(values.sum(), z) if values.requires_grad else [torch.zeros(())]
@@ -217,13 +217,13 @@ class Teaching:
 
     def of_words(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         """Return the divergence of n tokens, [n]. student, teacher: finite log-probabilities [n, V]; targets: the tokens, [n]."""
-        own, judged = (each.gather(-1, targets[:, None])[:, 0] for each in (student, teacher))
+        own, theirs = (each.gather(-1, targets[:, None])[:, 0] for each in (student, teacher))
         if self.top_k:
             best = student.detach() if self.top_of == "student" else teacher
             kept = best.topk(min(self.top_k, best.shape[-1]), dim=-1).indices
             student, teacher = coarse(student, kept, self.tail), coarse(teacher, kept, self.tail)
         offered = {"student": student, "teacher": teacher, "beta": self.jsd_beta}
-        offered |= {"logprobs": own, "teacher_logprobs": judged}
+        offered |= {"logprobs": own, "teacher_logprobs": theirs}
         return call("teacher.divergence", self.divergence, offered)
 
     def capped(self, divergence: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

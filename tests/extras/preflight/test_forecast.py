@@ -310,11 +310,11 @@ def test_a_teacher_takes_its_weights_and_its_pass(toy, tmp_path, divergence):
     batch = lessons.reads = replace(batch, row=torch.arange(4), teaching=torch.ones(4, 20))
     for p in module.policy.parameters():
         p.grad = torch.zeros_like(p)
-    lessons.judged(batch)  # and layouts are chosen
+    lessons.logprobs(batch)  # and layouts are chosen
     held = [*module.policy.parameters(), *module.policy.buffers(), *lessons.own()]
     with Live([*held, *(p.grad for p in module.policy.parameters())], vocabulary) as live:
         if divergence == "sampled":
-            lessons.judged(batch)
+            lessons.logprobs(batch)
         logprobs, entropy = module.forward_pass(module.policy, batch, False)
         parts = [logprobs, entropy] if divergence == "sampled" else [lessons.read]
         sum(part.sum() for part in parts).backward()

@@ -165,7 +165,7 @@ def test_most_answers_cut_short_are_a_warning(probe, caplog):
     assert found.result == "WARN" and "31 of 32 answers cut short" in found.compared and "max_tokens" in found.remedy
     callback = preflight.PreflightCallback("on", SimpleNamespace(), SimpleNamespace(), {})
     callback.verdicts = {"prompts differ, answers end": found}
-    callback.judge()  # the run goes on
+    callback.act_on_verdicts()  # the run goes on
     assert "31 of 32 answers cut short" in caplog.text
 
 

@@ -93,14 +93,14 @@ def test_a_teacher_without_training(probe, monkeypatch):
 
 
 def test_another_temperature(probe, monkeypatch):
-    judged = probe.module.parts["teacher"].judged
+    before = probe.module.parts["teacher"].logprobs
 
     def sharper(tokens):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(probe.module, "temperature", 1.0)
-            return judged(tokens)
+            return before(tokens)
 
-    monkeypatch.setattr(probe.module.parts["teacher"], "judged", sharper)
+    monkeypatch.setattr(probe.module.parts["teacher"], "logprobs", sharper)
     verdict = found("the teacher's numbers are its own", probe)
     assert verdict.result == "FAIL" and verdict.remedy == "they are those of temperature 1"
 
@@ -118,8 +118,8 @@ def test_another_temperature_of_whole_distributions(whole, monkeypatch):
 
 @pytest.mark.parametrize(("by", "where"), [(1, "before"), (-1, "after")])
 def test_a_mask_that_is_off_by_one(probe, monkeypatch, by, where):
-    judged = probe.module.parts["teacher"].judged
-    monkeypatch.setattr(probe.module.parts["teacher"], "judged", lambda tokens: judged(tokens).roll(by, 1))
+    before = probe.module.parts["teacher"].logprobs
+    monkeypatch.setattr(probe.module.parts["teacher"], "logprobs", lambda tokens: before(tokens).roll(by, 1))
     verdict = found("the teacher's numbers are its own", probe)
     assert verdict.result == "FAIL" and verdict.remedy == f"they are those of the token {where}"
 
@@ -145,11 +145,11 @@ def test_a_teacher_elsewhere(probe, monkeypatch):
         raise NotImplementedError
         yield
 
-    known = probe.module.parts["teacher"].judged(probe.assigned(probe.compared))
+    known = probe.module.parts["teacher"].logprobs(probe.assigned(probe.compared))
     monkeypatch.setattr(probe.module.parts["teacher"].teacher, "model", elsewhere)
     assert found("the teacher's numbers are its own", probe).result == "SKIP"
     for values, result in ((known, "PASS"), (known - 3, "WARN"), (known - 9, "FAIL")):
-        monkeypatch.setattr(probe.module.parts["teacher"], "judged", lambda tokens, values=values: values)
+        monkeypatch.setattr(probe.module.parts["teacher"], "logprobs", lambda tokens, values=values: values)
         assert found("the teacher knows these texts", probe).result == result
 
 

@@ -141,7 +141,7 @@ def test_scores_are_those_of_the_longer_prompt_alone(toy, renderer, groups, layo
     module = taught(policy, Itself(start, context="sibling"), renderer, layout=layout, **teaching())
     tokens = assigned(module, batch_of([groups[0], turns]))
     assert tokens.turn.amax(1).tolist() == [0, 0, 0, 1, 0, 1]  # two turns in one row, or in two
-    scores, prompts = module.parts["teacher"].judged(tokens), module.parts["teacher"].reads.sequences()
+    scores, prompts = module.parts["teacher"].logprobs(tokens), module.parts["teacher"].reads.sequences()
     # the last page: no sibling has seen it
     assert (tokens.teaching > 0).any(1).tolist() == [True] * 5 + [False] and not scores[5].any()
     for r, (prompt, ids) in enumerate(prompts[:5]):

@@ -20,7 +20,7 @@ from grpo.training.trainer import callbacks_of
 ELSEWHERE = "free space there, or set hydra.run.dir to a folder of another disk"
 
 
-def room(probe: Probe) -> Checked:
+def disk_space(probe: Probe) -> Checked:
     """The disk has room for all checkpoints, policies and tables of samples: a WARN if not, a FAIL if not one checkpoint fits."""
     callbacks, parts = probe.module.trainer.callbacks, probe.parts
     writers = callbacks_of(callbacks, Checkpoint)
