@@ -43,7 +43,7 @@ from grpo.system.files import FULL, write_text
 from grpo.system.output.console import quiet_pipe, to_logs
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.ranges import flat
-from grpo.system.stopping.stop import leave_early
+from grpo.system.stopping.early import leave_early
 
 if TYPE_CHECKING:  # --help needs no torch
     from grpo.models.pretrained import Pretrained

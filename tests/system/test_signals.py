@@ -16,7 +16,8 @@ from grpo.system.stopping.stop import Stop
 
 BEGIN = """
 import ctypes, time
-from grpo.system.stopping.stop import Stop, leave_early
+from grpo.system.stopping.early import leave_early
+from grpo.system.stopping.stop import Stop
 def in_c():
     mutex, libc, words = (ctypes.c_char * 64)(), ctypes.CDLL(None), ["begins"]
     libc.pthread_mutex_lock(mutex)

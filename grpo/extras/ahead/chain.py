@@ -3,18 +3,16 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from grpo.extras.ahead.clock import Clocked, IdleClock
+from grpo.extras.ahead.copies import copy_of, holding, on_host, trained_of
 from grpo.extras.ahead.order import staleness_of
 from grpo.rollout.engine_queue import where
 from grpo.rollout.rollouts import Rollout, Rollouts
@@ -27,6 +25,7 @@ from grpo.training.plain import Tensors, to_plain
 
 log = logging.getLogger(__name__)
 
+Handover = Literal["between rollouts", "copies", "in flight"]  # how the engine gets new weights
 LOOK = 1.0  # seconds between two looks at the thread
 STOPPING = 15.0  # seconds that a stopped run waits for the rollout in play, which the checkpoint then keeps
 
@@ -34,11 +33,17 @@ STOPPING = 15.0  # seconds that a stopped run waits for the rollout in play, whi
 class Chain:
     """Plays the rollouts of `rollouts` in one thread. halt: whether to end.
 
-    With order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With ahead=1 the trainer's
-    thread gives them between two rollouts, and copies the trained ones to the host. Beyond that, each version is copied on the
-    policy's device, and the thread that plays takes the copy: up to `ahead` + 1 copies of the trained weights. A copy is kept
-    until its last rollout is finished, for the checkpoint of a run that ends before. With order=ready the newest weights are
-    taken, in flight if the engine can, and nothing is kept. policy: set when the run begins.
+    exact: with order=exact rollout R has the weights of version max(0, R - ahead), whatever the machine does. With order=ready it
+    has the newest ones, and nothing is kept for a checkpoint.
+
+    handover: how the engine gets weights.
+        between rollouts  ahead=1: the trainer's thread gives them, and copies the trained ones to the host.
+        copies            ahead>1: each version is copied on the policy's device, and the thread that plays takes the copy: up to
+                          `ahead` + 1 copies of the trained weights. A copy is kept until its last rollout is finished, for the
+                          checkpoint of a run that ends before.
+        in flight         order=ready, if the engine takes them while it samples: the trainer's thread gives them at once.
+
+    policy: set when the run begins.
     """
 
     policy: nn.Module | None = None
@@ -48,9 +53,10 @@ class Chain:
         self.plan, self.clock, self.objects, self.halt = rollouts.plan, IdleClock(), rollouts.objects, halt
         self.rollouts = rollouts
         self.engine = rollouts.engine
-        exact = self.plan.order == "exact"
-        self.in_flight = not exact and bool(getattr(self.engine, "in_flight", False))
-        self.exact, self.between = exact, not self.in_flight and self.plan.ahead == 1
+        self.exact = self.plan.order == "exact"
+        self.handover: Handover = "between rollouts" if self.plan.ahead == 1 else "copies"
+        if not self.exact and getattr(self.engine, "in_flight", False):
+            self.handover = "in flight"
         self.copies: dict[int, nn.Module] = {}  # by version
         # by version: of a checkpoint, or with ahead=1 of the rollout in play
         self.weights: dict[int, dict[str, Tensor]] = {}
@@ -70,7 +76,7 @@ class Chain:
     def begin(self, policy: nn.Module) -> None:
         """Know the policy. Raises UserError for a sharded one that would have to be copied."""
         self.policy = policy
-        if not self.between and not self.in_flight and is_sharded(policy):
+        if self.handover == "copies" and is_sharded(policy):
             line = f"rollout.ahead={self.plan.ahead} order={self.plan.order} copies the weights of each version"
             raise UserError(
                 f"{line}, and a sharded policy cannot be copied: set rollout.ahead=1, or order=ready with engine=vllm_server"
@@ -83,11 +89,12 @@ class Chain:
             with self.halt.allowed():
                 self._begin(r, sync)
             self.begun = True
-        self._issue(r + 1 if self.between else r + self.plan.ahead + 1)
+        between = self.handover == "between rollouts"
+        self._issue(r + 1 if between else r + self.plan.ahead + 1)
         with self.halt.allowed():  # and not below, where the rollout is in nobody's hands
             self._wait(lambda: r in self.finished)
         self.taken = rollout = self.finished.pop(r)
-        if self.between and r + 1 < self.plan.num_rollouts:
+        if between and r + 1 < self.plan.num_rollouts:
             with self.clock.waits():
                 sync()
             self._keep(r)
@@ -97,14 +104,11 @@ class Chain:
     def learned(self, version: int, policy: nn.Module, sync: Callable[[], None]) -> None:
         """Take the weights after an update: give them to an engine that takes them in flight, or keep a copy."""
         self.version, self.taken = version, None
-        if self.in_flight and version < self.plan.num_rollouts:
+        if self.handover == "in flight" and version < self.plan.num_rollouts:
             with self.clock.waits():
                 sync()
-        elif (
-            not self.in_flight
-            and not self.between
-            and version + (self.plan.ahead if self.exact else 0) < self.plan.num_rollouts
-        ):
+        first = version + (self.plan.ahead if self.exact else 0)  # rollout that may have them
+        if self.handover == "copies" and first < self.plan.num_rollouts:
             with self.changed:
                 if not self.exact:
                     self.copies.clear()
@@ -170,7 +174,7 @@ class Chain:
         older, self.first = sorted(self.weights), min([r, *self.weights])
         if not self.exact or self.policy is None:
             return sync()
-        if not self.between:
+        if self.handover == "copies":
             self.copies = {version: copy_of(self.policy, self.weights[version]) for version in older}
             self.copies[r], self.weights = copy_of(self.policy), {}
         elif self.next == r and r - 1 in older:
@@ -215,7 +219,7 @@ class Chain:
             play = partial(play, finished=self._note)
         mine = replace(self.rollouts, engine=Clocked(self.engine, self.clock, eager), play=play)
         while self.next < self.issued:
-            if not self.between and not self.in_flight:
+            if self.handover == "copies":
                 self._take(self.next)
             self.before = states_of(self.objects)
             rollout = mine.make(self.next)
@@ -286,39 +290,6 @@ def linked(rollout: Rollout, places: list[list[list[int] | None]]) -> Rollout:
         for group, of_group in zip(rollout.groups, places, strict=True)
     ]
     return replace(rollout, groups=groups)
-
-
-def trained_of(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters, by name."""
-    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
-
-
-def on_host(policy: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the trained parameters in the memory of the CPU, by name."""
-    return {name: p.detach().to("cpu", copy=True) for name, p in trained_of(policy).items()}
-
-
-@torch.no_grad()
-def copy_of(policy: nn.Module, weights: dict[str, Tensor] | None = None) -> nn.Module:
-    """Return a copy of the policy, with other trained weights if they are given. The others are shared."""
-    copy = deepcopy(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
-    for name, p in trained_of(copy).items():
-        p.copy_(weights[name] if weights else p)
-    return copy
-
-
-@contextmanager
-def holding(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Let the policy have other trained weights within a `with` block."""
-    trained, own = trained_of(policy), on_host(policy)
-    with torch.no_grad():
-        try:
-            for name, p in trained.items():
-                p.copy_(weights[name])
-            yield
-        finally:
-            for name, p in trained.items():
-                p.copy_(own[name])
 
 
 def failed(worker: Background | None) -> BaseException | None:

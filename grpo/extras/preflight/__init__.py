@@ -7,8 +7,9 @@ and puts everything back, so that runs with and without preflight have equal num
 from collections.abc import Callable
 
 from grpo.extras.preflight import data, episodes, learning, sampling
+from grpo.extras.preflight.checked import Checked
 from grpo.extras.preflight.plan import disk
-from grpo.extras.preflight.probe import Checked, Probe
+from grpo.extras.preflight.probe import Probe
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,

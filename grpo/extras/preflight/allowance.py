@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
 
 LEAST = 3.0  # seconds
@@ -43,3 +44,16 @@ class Allowance:
 def slowest(seconds: float) -> float:
     """Return the most seconds that a device took, so that all devices choose alike."""
     return max(distributed.all_gather([seconds]))
+
+
+def shortened(rows: TokenBatch, tokens: int, sampled: int | None = None) -> TokenBatch:
+    """Return shorter rows, of at most `tokens` tokens each, 8 at least: the end of the prompt, and the beginning of what follows,
+    at most half of them if the prompt has the other half, and at most `sampled`."""
+    tokens = max(8, tokens)
+    after = min(rows.completion_width, max(tokens // 2, tokens - rows.prompt_width), max(1, sampled or tokens))
+    before = max(1, min(rows.prompt_width, tokens - after))
+    left, right = rows.prompt_width - before, rows.prompt_width + after
+    change = {name: getattr(rows, name)[:, left:right] for name in ("ids", "attention_mask")}
+    for name in ("mask", "rollout_logprobs", "turn", "given"):
+        change[name] = getattr(rows, name)[:, :after]
+    return replace(rows, **change).trimmed()

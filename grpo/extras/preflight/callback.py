@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.preflight import CHECKS
+from grpo.extras.preflight.checked import Checked
 from grpo.extras.preflight.forecast import Part
 from grpo.extras.preflight.plan import RunPlan, plan_of
-from grpo.extras.preflight.probe import Checked, Probe
+from grpo.extras.preflight.probe import Probe
 from grpo.rollout.draw import is_source
 from grpo.system import distributed
 from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory

@@ -18,8 +18,9 @@ from grpo.env.scoring import place_of
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
 from grpo.extras.health.callback import untaught
+from grpo.extras.preflight.checked import Checked, pass_or_fail
 from grpo.extras.preflight.episodes import is_question, is_seeded
-from grpo.extras.preflight.probe import Checked, Probe, pass_or_fail
+from grpo.extras.preflight.probe import Probe
 from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.arguments import call, parameters

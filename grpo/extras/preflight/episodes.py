@@ -12,7 +12,8 @@ from grpo.env.rendering import message_read
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import EnvBuilder, SingleTurn, Step
-from grpo.extras.preflight.probe import Checked, Probe, pass_or_fail
+from grpo.extras.preflight.checked import Checked, pass_or_fail
+from grpo.extras.preflight.probe import Probe
 from grpo.extras.preflight.white_space import loses_spaces
 from grpo.rollout.rewarding import THREADS
 from grpo.rollout.types import Sample

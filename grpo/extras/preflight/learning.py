@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo.extras.preflight.probe import Checked, Probe, mean_gap, pass_or_fail
+from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
+from grpo.extras.preflight.probe import Probe
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.master_weights import in_float16
 from grpo.objectives.batch import TokenBatch

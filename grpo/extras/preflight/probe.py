@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from grpo.engines.protocol import Sampling
 from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
-from grpo.extras.preflight.allowance import Allowance, slowest
+from grpo.extras.preflight.allowance import Allowance, shortened, slowest
 from grpo.extras.preflight.forecast import Part
 from grpo.models.head import logits_at_once
 from grpo.models.logprobs import completion_logprobs
@@ -37,22 +36,6 @@ FURTHER = 24  # more of them, where these have no signal: eight of a hard task m
 ROWS, LEAST_ROWS = 6, 3  # rows of checks that need several passes; fewer if they would be shorter than SHORT
 SHORT = 32  # tokens of a row
 PASSES = 24  # passes over these rows in all checks, a backward pass counts as two
-
-
-@dataclass(frozen=True)
-class Checked:
-    """The result of a check. compared: the numbers, or the reason for a SKIP. remedy: what to do about a FAIL or a WARN,
-    which does not stop the run. WAIVED: the user has left the check out. seconds: time."""
-
-    result: Literal["PASS", "WARN", "FAIL", "SKIP", "WAIVED"]
-    compared: str
-    remedy: str = ""
-    seconds: float = 0.0
-
-
-def pass_or_fail(good: bool, compared: str, remedy: str) -> Checked:
-    """Return PASS or FAIL."""
-    return Checked("PASS", compared) if good else Checked("FAIL", compared, remedy)
 
 
 @dataclass
@@ -326,21 +309,3 @@ class Probe:
             if p.requires_grad:
                 kinds.setdefault(kind_of(name), []).append((name, p))
         return dict(members[i % len(members)] for i, members in enumerate(kinds.values()))
-
-
-def mean_gap(one: Tensor, two: Tensor, tokens: TokenBatch) -> float:
-    """Return the mean difference of the log-probabilities of sampled tokens. one, two: [B, C]."""
-    return float((one - two)[tokens.mask].abs().mean())
-
-
-def shortened(rows: TokenBatch, tokens: int, sampled: int | None = None) -> TokenBatch:
-    """Return shorter rows, of at most `tokens` tokens each, 8 at least: the end of the prompt, and the beginning of what follows,
-    at most half of them if the prompt has the other half, and at most `sampled`."""
-    tokens = max(8, tokens)
-    after = min(rows.completion_width, max(tokens // 2, tokens - rows.prompt_width), max(1, sampled or tokens))
-    before = max(1, min(rows.prompt_width, tokens - after))
-    left, right = rows.prompt_width - before, rows.prompt_width + after
-    change = {name: getattr(rows, name)[:, left:right] for name in ("ids", "attention_mask")}
-    for name in ("mask", "rollout_logprobs", "turn", "given"):
-        change[name] = getattr(rows, name)[:, :after]
-    return replace(rows, **change).trimmed()

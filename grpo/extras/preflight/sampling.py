@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 
-from grpo.extras.preflight.probe import Checked, Probe, mean_gap, pass_or_fail
+from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
+from grpo.extras.preflight.probe import Probe
 from grpo.system.distributed import full, part_of
 from grpo.system.errors import plural
 

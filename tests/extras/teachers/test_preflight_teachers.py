@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.extras.demo.demo_model import SHIPPED
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight import data, learning
-from grpo.extras.preflight.probe import Checked, Probe
+from grpo.extras.preflight.checked import Checked
+from grpo.extras.preflight.probe import Probe
 from grpo.extras.teachers.checks import CHECKS as TAUGHT
 from grpo.extras.teachers.demonstrations import Demonstrations
 from grpo.extras.teachers.divergence import Distributions

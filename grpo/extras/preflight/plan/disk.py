@@ -8,8 +8,9 @@ from pathlib import Path
 import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.preflight.checked import Checked
 from grpo.extras.preflight.forecast import Part, human
-from grpo.extras.preflight.probe import Checked, Probe
+from grpo.extras.preflight.probe import Probe
 from grpo.rollout.samples_table import records, write
 from grpo.system import distributed
 from grpo.training.callbacks.checkpoint import Checkpoint
