@@ -55,6 +55,7 @@ def test_the_tests_of_the_night_exist():
             assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), line
 
 
+@pytest.mark.slow
 def test_a_dead_fork_costs_one_test_and_a_flaky_one_is_printed(suite):
     """The test that ended its process and the wrong one stay failed; the one that passes alone is printed with both outputs."""
     process = suite("--again")

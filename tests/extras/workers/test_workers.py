@@ -104,6 +104,7 @@ def test_workers_do_not_outlive_a_killed_parent():
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_fork_starts_workers_of_its_own():
     from grpo.extras.grading.grading import verdict
 
