@@ -26,8 +26,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     from grpo.apps.longest import longest_prompt, most_tokens
     from grpo.apps.own_pieces import check_objective, check_own, tried_sampler, tried_selection
     from grpo.apps.rows import with_rows
-    from grpo.apps.unchecked import NoPreflight, NoSizes, no_forecast
-    from grpo.extras.kernels.callback import KernelsCallback
+    from grpo.apps.unchecked import NoCallback, NoSizes, no_forecast
     from grpo.models.policy import with_adapter
     from grpo.rollout.rollouts import Rollouts
     from grpo.runs.manifest import kept
@@ -66,9 +65,9 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     slots = plan, task, sampler, engine, renderer, algorithm, folder, seed, play, selection
     rollouts, stop = Rollouts(*slots, recipe=recipe_of(config)), Stop(config.max_time)
     rollout = RolloutCallback(rollouts, stop, ahead_of(rollouts, stop))
-    kernels = KernelsCallback(pretrained.kernels)
+    kernels = of_appendix("kernels.callback.KernelsCallback", NoCallback)(pretrained.kernels)
     evaluation = EvaluationCallback(rollout, evaluator, examples)
-    checks = of_appendix("preflight.callback.PreflightCallback", NoPreflight)
+    checks = of_appendix("preflight.callback.PreflightCallback", NoCallback)
     of_update = getattr(instantiate(config.module), "keywords", {}).get("parts")
     preflight = checks(config.preflight, rollout, evaluator, examples, tokenizer, of_update)
     others = completed(instantiate(config.callbacks), tokenizer)

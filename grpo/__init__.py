@@ -1,13 +1,13 @@
 """Group Relative Policy Optimization of language models. This page is the map of the house.
 
-The book is what every run uses. It is in rooms: folders that import only from themselves and from the rooms above them.
+The book is what every run uses. It is in rooms: folders that import only from themselves and from rooms listed before them.
 
     system      errors, processes of a run, seeds, calls of other people's code, memory, files; the dictionary of metrics
-    env         messages, environments, tasks, rewards as Protocols; tokens of one turn; tools; the chat template
+    env         messages, environments, tasks, rewards as Protocols; tokens of one turn; the chat template
     data        rows; which prompts belong to which rollout
     rewards     reward functions, and how several become one
     objectives  rewards -> advantages -> loss: pure functions of tensors, an axis each, and the algorithm that joins them
-    models      the policy, the frozen reference, log-probabilities, packing, optimizers
+    models      the policy, the frozen reference, log-probabilities, packing
     engines     who samples: builtin/, and vllm/ in this process
     rollout     episodes played side by side, scored, made into tensors
     evaluation  accuracy, pass@k and their like, each with its interval

@@ -1,1 +1,1 @@
-"""The code that all command lines share, the Python API, sweeps, the models of the demo and of the README."""
+"""The code that all command lines share, and the Python API."""

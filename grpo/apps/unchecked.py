@@ -1,4 +1,4 @@
-"""In place of the preflight, in a tree without it: no check, and no forecast of memory."""
+"""In place of the preflight and of kernels, in a tree without them: no check, no forecast of memory, torch's kernels."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,11 +8,11 @@ import lightning as L
 from grpo.training.optimization import Optimization
 
 
-class NoPreflight(L.Callback):
-    """In place of PreflightCallback."""
+class NoCallback(L.Callback):
+    """In place of PreflightCallback and KernelsCallback."""
 
     def __init__(self, *_: Any) -> None:
-        """Takes what PreflightCallback takes."""
+        """Takes what they take."""
 
     def facts(self) -> dict[str, Any]:
         """Return what the manifest gets: nothing."""

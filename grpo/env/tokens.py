@@ -98,7 +98,7 @@ class Row:
 
 
 def rows_of_turns(turns: Sequence[Turn]) -> list[Row]:
-    """Return the fewest rows in which every sampled token, once, follows the tokens that it was sampled after. turns: of one
+    """Return the fewest rows that hold each sampled token exactly once, after its own context. turns: of one
     episode, oldest first. A turn joins the latest row with all of which its prompt begins."""
     rows: list[Row] = []
     for number, turn in enumerate(turns):

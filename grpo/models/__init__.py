@@ -1,1 +1,1 @@
-"""The policy, the reference, log-probabilities, optimizers."""
+"""The policy, the reference, log-probabilities."""

@@ -91,7 +91,7 @@ class Algorithm(WithTerms):
 
     @property
     def freezes_first(self) -> bool:
-        """Whether advantages need log-probabilities, so that rows whose advantage is 0 are not known when those are made."""
+        """Whether advantages need log-probabilities: these come first then, and no row without an advantage can be left out."""
         return self.kl.in_reward or self.takes("old_logprobs") or self.takes("prob_squares")
 
     def takes(self, name: str) -> bool:

@@ -49,7 +49,7 @@ class PromptLimit:
         """Return the limit, with max_tokens set, for a model with this context, of which an answer may take `answer` tokens."""
         left = context - answer
         if left < 1:
-            raise UserError(f"max_tokens={answer} leaves no left for a prompt in the context of {context}: lower it")
+            raise UserError(f"max_tokens={answer} leaves no room for a prompt in the context of {context}: lower it")
         if self.max_tokens is not None and self.max_tokens <= left:
             return replace(self, why=f"prompt_limit.max_tokens={self.max_tokens}", context=context)
         why = f"max_tokens={answer} leaves {left} of the model's context of {context}"

@@ -1,1 +1,1 @@
-"""The files of a run and everything that reads them: tables, comparisons, plots, the report, the model card."""
+"""The files of a run: its manifest, its code, its tables."""

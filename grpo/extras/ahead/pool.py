@@ -45,8 +45,8 @@ class Flight:
 class Pool:
     """Plays the groups of rollouts, each rollout in a thread of its own. An update takes the oldest finished groups.
 
-    stale: what becomes of a group with a token older than `plan.most_stale` versions. wait: there is none, since the update waits
-    for groups that are due. drop: it is sampled again, once; then the update waits for it. correct: it is learned from.
+    stale: what becomes of a group with a token older than `plan.most_stale` versions. wait: the update waits, so
+    that no group gets too old. drop: it is sampled again, once; then the update waits for it. correct: it is learned from.
     Every group of the plan is learned from once. On several ranks each plays its share; the finished groups are exchanged when
     an update needs them, and by the trainer's thread alone, so that all ranks choose the same ones. stop: whether to end.
     """

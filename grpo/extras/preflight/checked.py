@@ -1,4 +1,4 @@
-"""What a check of the preflight returns."""
+"""The result of a check of the preflight."""
 
 from dataclasses import dataclass
 from typing import Literal

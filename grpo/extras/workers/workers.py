@@ -1,6 +1,6 @@
 """Worker processes that may be killed: each runs one function on one item at a time, with a deadline and a memory limit.
 
-    pool = Workers("grpo.extras.grading.grading.by_algebra", size=2, deadline=5.0, memory=2**30, warm_up=("1", "1"))
+    pool = Workers("grpo.extras.grading.algebra.by_algebra", size=2, deadline=5.0, memory=2**30, warm_up=("1", "1"))
     pool.call("x+1", "1+x")  # from any thread; raises TimeoutError or WorkerError
 
 Knows nothing of what is computed: arguments and results are JSON. A worker is a plain subprocess, not a fork (the parent may
