@@ -29,6 +29,7 @@ def head(name: str, columns: Iterable[str] = ()) -> str:
 
 def key_of(question: Any) -> int:
     """Return a hash of a question, the same for equal questions, of 64 bits: a million of them take little memory."""
+    # not hash(): Python's hash of a text differs from process to process
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 

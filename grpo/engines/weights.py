@@ -20,6 +20,7 @@ from grpo.system.distributed import full, is_sharded
 from grpo.system.errors import UserError
 from grpo.system.memory import in_pieces
 
+# not all at once: merged adapters and gathered shards are copies, which exist for one bucket at a time
 BUCKET = 1 << 28  # bytes of weights handed over at once; a larger tensor goes alone
 
 

@@ -53,6 +53,7 @@ def token_values(
     if len(targets) <= size:
         return values(hidden, targets, temperature)
     chunks = [(hidden[at], targets[at], temperature_at(temperature, at)) for at in chunks_of(len(targets), size)]
+    # without checkpoint autograd would keep the logits of all chunks
     scores = [checkpoint(values, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.cat(parts) for parts in zip(*scores, strict=True))
 

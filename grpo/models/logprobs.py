@@ -48,7 +48,7 @@ def completion_logprobs(
 def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     """Return the values of `completion_logprobs` in the padded layout, before the mask, [B, C] each."""
     width = batch.completion_width
-    positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    positions = (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # those of the row alone: padding takes none
     # the last prompt token predicts the first completion token. A tensor gives contiguous rows; with a slice, a CPU copies a
     # frozen head in bfloat16 once for each row
     kept = torch.arange(-width - 1, 0, device=batch.ids.device)

@@ -124,7 +124,7 @@ class Algorithm(WithTerms):
         advantages = torch.where(mask, advantages, 0.0)
         if token_rewards is not None:
             advantages = advantages + reward_to_go(token_rewards, mask, tokens.sample)
-        if self.whiten:
+        if self.whiten:  # truncated answers count here, as in the mean of their group
             advantages = whiten(advantages, mask, concatenated=distributed.all_gather)
         if self.mask_truncated:
             mask = mask & ~scores.truncated.flatten()[tokens.sample, None]
@@ -215,5 +215,5 @@ class Algorithm(WithTerms):
         if not self.compares:  # texts, and nobody asks how probable their author found them
             logged |= {"approx_kl": torch.zeros_like(entropy)}
             logged.pop("ratio", None)
-        L = (w * (c * k * f * l + beta * KL - alpha * H) + u * CE + v * D + x * E).sum()
+        L = (w * (c * k * f * l + beta * KL - alpha * H) + u * CE + v * D + x * E).sum()  # not a mean: w are shares
         return L, {name: values.detach().float() for name, values in logged.items()}

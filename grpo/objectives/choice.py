@@ -36,6 +36,7 @@ def chosen_tokens(choice: Callable[..., Tensor], tokens: TokenBatch, rng: torch.
 
 def top_entropy(entropy: Tensor, share: SomeShare) -> Tensor:
     """The tokens of highest entropy, [n]: this share of all. There the policy decides (arXiv 2506.01939)."""
+    # not torch.quantile: it refuses more than 2^24 numbers, and a rollout may have more tokens
     threshold = float(np.quantile(entropy.double().numpy(), 1 - share)) if len(entropy) else 0.0
     return entropy >= threshold
 

@@ -152,6 +152,7 @@ class Rewards:
         results: list[Any] = []
         count = len(lists["completions"])
         for function, name, wanted in zip(self.functions, self.names, self.wanted, strict=True):
+            # copies: a function may change the lists that it gets, and the next function gets the same values
             arguments = {key: [*lists[key]] for key in wanted or lists if key in lists}
             parameters = {parameter.name for parameter in _parameters(function)}
             further = {*(wanted or TRL_GIVES), *parameters} - arguments.keys()
@@ -182,6 +183,7 @@ class Rewards:
                 if graded is None or graded.correct or not value.known:  # right only if all graders say so
                     graded = value
                 value = value.value
+            # 0 times NaN is NaN, and a function with weight 0 is only logged
             total += weight * value if weight else 0.0
         if not applies:
             return Reward(math.nan, False, parts)

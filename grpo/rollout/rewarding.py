@@ -12,7 +12,7 @@ from grpo.system.calls import Calls
 from grpo.system.errors import RewardError, error_line
 
 THREADS = 16
-TIMED_OUT = Reward(math.nan, False, outcome="timeout")
+TIMED_OUT = Reward(math.nan, False, outcome="timeout")  # not 0, which would teach against the answer
 
 
 class Scorer:

@@ -79,6 +79,7 @@ def all_sum(tensor: Tensor) -> Tensor:
     """Return a tensor of any shape, summed over the ranks."""
     if world_size() == 1:
         return tensor
+    # all_reduce writes into its argument
     tensor = tensor.clone()
     dist.all_reduce(tensor, group=getattr(_chosen, "group", None))
     return tensor

@@ -24,6 +24,7 @@ LOST: dict[str, str] = {}  # of this run: why a file or folder could not be writ
 @contextmanager
 def replacing(file: str | Path) -> Iterator[Path]:
     """Yield the path to write to. After the block that file is `file`; if the block raises, `file` stays as it was."""
+    # beside the old one: a rename replaces a file in one move only within a file system
     new = Path(f"{file}.new")
     new.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -96,6 +96,7 @@ def accepts(kind: Any, value: Any) -> bool:
     if origin in (Union, UnionType):
         return any(accepts(member, value) for member in inner)
     if origin is Literal:
+        # in Python True == 1
         return any(type(value) is type(word) and value == word for word in inner)
     if origin is FunctionName:
         named = isinstance(value, str) and re.search(r"\.py:\w+$|^[^\W\d]\w*(\.\w+)+$", value)

@@ -19,6 +19,7 @@ _alone = threading.Lock()
 @lru_cache(1 << 12)  # an environment's seeds are asked for by every sample of its group
 def derive_seed(*path: int) -> int:
     """Return a 63-bit seed that depends on every number of the path, such as (run, TRAIN, rollout, prompt, sample, turn)."""
+    # a hash, not the next number of a generator: a resumed run, or another order of samples, would draw other numbers
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -79,6 +80,7 @@ def kinds_of(objects: Mapping[str, Any]) -> dict[str, str]:
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the state_dict of each object that has one, by its name."""
     stateful = {name: item for name, item in objects.items() if hasattr(item, "state_dict")}
+    # copies: the objects change in the rollout, and a checkpoint in its middle has their states before it
     return {name: deepcopy(item.state_dict()) for name, item in stateful.items()}
 
 

@@ -196,6 +196,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         new.mkdir(parents=True)
         yield new
+        # before the name: after a power cut a folder could have its name, and files that never reached the disk
         for path in [*new.iterdir(), new]:
             to_disk(path)
         if folder.exists():

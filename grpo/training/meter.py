@@ -84,6 +84,7 @@ class Means:
         """Return all means, standard deviations and extremes over all ranks. A mean without values is left out."""
         self.settle()
         merged = Means()
+        # sums and counts, not means: ranks have different numbers of tokens
         for other in distributed.all_gather([self]):
             merged.take(other)
         means = {name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]}

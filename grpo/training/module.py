@@ -80,7 +80,7 @@ class GRPOModule(UpdateRows):
         tokens = batch.tokens = self.parts.assign(batch.tokens, batch)
         if self.algorithm.freezes_first:
             tokens = self.freeze(tokens)
-        tokens = self.algorithm.credit(scores, tokens, batch.progress)
+        tokens = self.algorithm.credit(scores, tokens, batch.progress)  # a minibatch may divide a group
         if not self.algorithm.freezes_first:  # rows with advantage 0 need no log-probabilities
             tokens = self.freeze(tokens)
         # from the number of the rollout and not from one stream, so that a resumed run draws the same
@@ -142,7 +142,7 @@ class GRPOModule(UpdateRows):
         minibatch = self.weighed(minibatch, count)
         alpha, zero_grad, longest = self.entropy.alpha, self.optimizers().zero_grad, minibatch.ids.shape[1]
         logprobs, noted = self.at_once.fitting(lambda: self.gradients(minibatch, alpha), zero_grad, longest)
-        if (stepped := self.step(minibatch, noted)) or self.scale.halved:
+        if (stepped := self.step(minibatch, noted)) or self.scale.halved:  # a skipped one may have noted NaN
             means.take(noted)
         means.add("loss/skipped", not stepped and not self.scale.halved)
         if stepped and self.algorithm.entropy.active:
@@ -167,7 +167,7 @@ class GRPOModule(UpdateRows):
         for i, (rows, microbatch) in enumerate(pieces):
             logprobs, entropy = self.forward_pass(self.policy, microbatch, self.algorithm.entropy.active)
             before[rows, : microbatch.completion_width] = logprobs.detach()
-            if microbatch.old_logprobs is None:
+            if microbatch.old_logprobs is None:  # in the first update these are the old policy's
                 microbatch = replace(microbatch, old_logprobs=logprobs.detach())
             loss, logged = self.loss_of(logprobs, entropy, microbatch, alpha, noted)
             self.backward_here(loss, last=i == len(pieces) - 1)

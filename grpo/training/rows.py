@@ -27,6 +27,7 @@ class UpdateRows(ModuleState):
             yield tokens
             return
         prompts, size = shape
+        # every rank draws the same order, so that several devices make the updates that one would make
         of_groups = torch.randperm(prompts, generator=rng).argsort()  # each group's place in a random order
         of_samples = (of_groups[:, None] * size + torch.arange(size)).flatten()
         places = of_samples[tokens.sample.cpu()]  # each row's

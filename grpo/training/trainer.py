@@ -114,6 +114,7 @@ def make_trainer(
             enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),  # else Lightning adds its own
             enable_progress_bar=False,
             enable_model_summary=False,
+            # a batch has no rows before its rollout, and `play` gives each rank its share of the prompts
             use_distributed_sampler=False,
             default_root_dir=default_root_dir,
             **kwargs,

@@ -128,6 +128,7 @@ class NextTokens:
         token = penalized.argmax(-1) if is_greedy else draw(filter_logits(penalized, sampling), uniform)
         # as in `scores_of_rows`: a CPU's log_softmax is less exact
         below = scaled - scaled.amax(-1, keepdim=True)
+        # without penalty and filters: the trainer knows neither, and the ratio compares with its log-probabilities
         return token, below.gather(-1, token[:, None]).squeeze(-1) - below.exp().sum(-1).log()
 
     def tails(self, width: int) -> list[list[int]]:

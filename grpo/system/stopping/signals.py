@@ -101,4 +101,5 @@ def deadline(seconds: float, what: str, advice: str) -> Iterator[None]:
 def leave(line: str, code: int, kind: str = UserError.kind) -> None:
     """Print an error and end the process at once, even if its main thread is blocked in C."""
     print(f"{kind}{line}", file=sys.stderr, flush=True)
+    # not sys.exit: that ends a thread, and the main thread may never come back from C
     os._exit(code)

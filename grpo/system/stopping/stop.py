@@ -124,6 +124,7 @@ class Stop:
         self.longest = max(self.longest, age - self.last) if self.last else 0.0
         self.last = age
         late = self.limit is not None and age + self.longest > self.limit
+        # all ranks or none: one that ends alone leaves the others waiting for it
         reasons = distributed.all_gather([self.why or ("max_time" if late else None)])
         if reason := next(filter(None, reasons), None):
             raise StopError(reason)

@@ -69,7 +69,7 @@ class EvaluationCallback(L.Callback):
             if rollout.ahead:
                 rollout.ahead.settle()
             rollout.sync()
-            rollout.before = rollout.before or everything(rollout.objects)
+            rollout.before = rollout.before or everything(rollout.objects)  # a resumed run makes it again
             with rollouts.while_sampling(), saving_failures(failed):
                 evaluation = self.evaluator(*slots, rollouts.seed, rollout.learned, self.examples)
         self.accuracy, rollout.before = evaluation.metrics["eval/accuracy"], None

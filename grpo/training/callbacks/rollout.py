@@ -70,6 +70,7 @@ class RolloutCallback(L.Callback):
             getattr(self.engine, "sleep", lambda: None)()
         batch.groups, batch.discarded, batch.scores = rollout.groups, rollout.discarded, rollout.scores
         batch.version = rollout.version
+        # by tokens, not by groups: the ranks wait for each other, and answers differ tenfold in length
         mine = distributed.balanced([sum(sample.length for sample in group) for group in batch.groups])
         groups, size = [batch.groups[i] for i in mine], batch.scores.rewards.shape[1]
         tokens = with_staleness(collate(groups, [i * size for i in mine]), groups, rollout.version, self.learned)
