@@ -1,6 +1,6 @@
 """Refuses an Algorithm that has no meaning, does not fit a rollout, or whose functions fail, each with a UserError of one line.
 
-A line has the names of Python, such as `Algorithm.level`; the command line writes its keys there (`rooms` in
+A line has the names of Python, such as `Algorithm.level`; the command line writes its keys there (`names` in
 grpo/config/keys.yaml). Nothing here needs a model. In each function `a` is an Algorithm, without the type, since algorithm.py
 imports this file. `check_axes` is called for every Algorithm, `check_algorithm` for one that is to be trained with. `advice`
 names settings that work but are rarely meant.

@@ -5,6 +5,7 @@ A letter has one value in an object; float32 may be float64, in which tests comp
 
 import functools
 import inspect
+import math
 import re
 import sys
 
@@ -21,8 +22,8 @@ def noted(cls: type) -> dict[str, tuple[list[str], str]]:
 
 
 def faults(one: object, notes: dict[str, tuple[list[str], str]]) -> list[str]:
-    """Return what is not as its comment says. Sums, such as P+C, are looked at when their letters are known."""
-    sizes, wrong, sums = {}, [], []
+    """Return what is not as its comment says. P+C counts as a letter, which is at least C."""
+    sizes, wrong = {}, []
     for name, (dims, kind) in notes.items():
         value = getattr(one, name)
         for tensor in value.values() if isinstance(value, dict) else [value]:
@@ -33,13 +34,12 @@ def faults(one: object, notes: dict[str, tuple[list[str], str]]) -> list[str]:
                 wrong.append(f"{name} is {[*tensor.shape]} {tensor.dtype}, not {dims} {kind}")
                 continue
             for letter, size in zip(dims, tensor.shape, strict=True):
-                if "+" in letter:
-                    sums.append((name, letter, size))
-                elif (
-                    size != 1 and sizes.setdefault(letter, size) != size
-                ):  # a test may leave a size of 1 to broadcasting
-                    wrong.append(f"{name}: {letter} is {size}, and {sizes[letter]} elsewhere")
-    return wrong + [f"{name}: {letter} is {size}" for name, letter, size in sums if size < sizes.get("C", 0)]
+                known = sizes.setdefault(letter, size) if size != 1 else size  # a test may leave 1 to broadcasting
+                if known != size:
+                    wrong.append(f"{name}: {letter} is {size}, and {known} elsewhere")
+    if sizes.get("P+C", math.inf) < sizes.get("C", 0):
+        wrong.append(f"P+C is {sizes['P+C']}, and C is {sizes['C']}")
+    return wrong
 
 
 @pytest.fixture(autouse=True, scope="session")

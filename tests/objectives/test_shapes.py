@@ -30,6 +30,7 @@ def test_each_tensor_has_a_comment_with_its_shape():
 @pytest.mark.parametrize("name, wrong", [
     ("advantages", torch.zeros(2, 4)), ("advantages", torch.zeros(2)), ("turn", torch.zeros(2, 3)),
     ("sample", torch.zeros(3, dtype=torch.int64)), ("mask", torch.ones(2, 3)),
+    ("attention_mask", torch.ones(2, 4, dtype=torch.int64)),
 ])  # fmt: skip
 def test_a_wrong_shape_or_type_is_found(name, wrong):
     batch()

@@ -11,6 +11,8 @@ from grpo.extras.preflight.checked import Checked
 from grpo.extras.preflight.plan import disk
 from grpo.extras.preflight.probe import Probe
 
+NEEDS = ("health",)  # whether the demo's model knows the task
+
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,
     "prompts differ, answers end": episodes.prompts,
@@ -32,5 +34,3 @@ CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the devices' gradients add up": learning.devices,
     "the disk has room": disk.disk_space,
 }
-
-NEEDS = ("health",)  # whether the demo's model knows the task

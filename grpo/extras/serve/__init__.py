@@ -12,8 +12,5 @@
 - metrics: numbers for Prometheus
 """
 
-NEEDS = (
-    "network",
-    "sources",
-    "tools",
-)  # samples of others become groups; calls and conversations in JSON are read; ports
+# ports; samples of others become groups; calls and conversations in JSON are read
+NEEDS = ("network", "sources", "tools")
