@@ -51,8 +51,8 @@ class CompletionLike(Protocol):
 
 def completion_of(done: CompletionLike) -> Completion:
     """Converts a completion of any class to a `Completion`."""
-    versions = getattr(done, "versions", None)
-    return Completion(tuple(done.ids), tuple(done.logprobs), done.finish, versions and tuple(versions))
+    versions, temperature = getattr(done, "versions", None), getattr(done, "temperature", None)
+    return Completion(tuple(done.ids), tuple(done.logprobs), done.finish, versions and tuple(versions), temperature)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Rewards:
         rewards = []
         for i in range(len(trajectories)):
             reward = self._combined([values[i] for values in by_function])
-            extra = {name: values[i] for name, values in columns.items()}
+            extra = {**(reward.extra or {}), **{name: values[i] for name, values in columns.items()}}
             rewards.append(replace(reward, parts=reward.parts | metrics, extra=extra or None))
         if not self.warned and any(not reward.known and reward.outcome is None for reward in rewards):
             self.warned = True
@@ -169,7 +169,7 @@ class Rewards:
 
     def _combined(self, values: Sequence[float | Reward | None]) -> Reward:
         """Return the weighted sum of one sample's values."""
-        total, parts, graded, applies = 0.0, {}, None, False
+        total, parts, extra, graded, advantage, applies = 0.0, {}, {}, None, math.nan, False
         weights = [weight(progress()) for weight in self.weights]
         for name, weight, value in zip(self.names, weights, values, strict=True):
             if value is None:
@@ -182,14 +182,19 @@ class Rewards:
             if isinstance(value, Reward):
                 if graded is None or graded.correct or not value.known:  # right only if all graders say so
                     graded = value
+                if not math.isnan(value.advantage):
+                    if not math.isnan(advantage):
+                        raise RewardError(f"{name!r} is the second reward function that gives an advantage: only one can")
+                    advantage = value.advantage
+                extra |= value.extra or {}
                 value = value.value
             # 0 times NaN is NaN, and a function with weight 0 is only logged
             total += weight * value if weight else 0.0
         if not applies:
-            return Reward(math.nan, False, parts)
+            return Reward(math.nan, False, parts, extra=extra)
         if graded is None:
             return Reward(total, total >= self.solved, parts)
-        return Reward(total, graded.correct, parts, graded.outcome, graded.advantage)
+        return Reward(total, graded.correct, parts, graded.outcome, advantage, extra)
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | Reward | None]:
@@ -270,7 +275,7 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
         later = [*end.state.messages[len(start) :], end.action.message]
         if start and start[-1].role == "assistant":
             prefill = start.pop()
-            later[0] = Message("assistant", prefill.content + later[0].sampled)
+            later[0] = replace(later[0], content=prefill.content + later[0].sampled)
         prompts.append([message.as_dict() for message in start])
         completions.append([message.as_dict() for message in later])
     columns = {name: [value] * len(trajectories) for name, value in example.items()}

@@ -78,7 +78,7 @@ def ending(error: BaseException | None) -> dict[str, Any]:
     """Return status (finished, interrupted or failed), error and ended of a run, by the exception that ended it (None: none), who
     asked it to stop, and the files that a full disk has not taken."""
     stopped = isinstance(error, KeyboardInterrupt | SystemExit | StopError)  # Lightning turns the first into the second
-    done = error is None or (isinstance(error, SystemExit) and error.code == 0)
+    done = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
     status = "finished" if done else "interrupted" if stopped else "failed"
     line = in_a_line(error) if status == "failed" else None
     asked = {"ended_by": error.reason} if isinstance(error, StopError) else {}

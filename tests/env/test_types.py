@@ -112,6 +112,7 @@ def test_engines_that_break_their_word_are_told_so():
     with pytest.raises(ValueError, match="finish is one of stop, length, not 'eos'"):
         played(Odd(ANSWERS))
     assert completion_of(completion) == Completion((), (), "stop")
+    assert completion_of(Completion((), (), "stop", temperature=0.5)).temperature == 0.5
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("-inf")])

@@ -22,7 +22,7 @@ from hydra.errors import MissingConfigException
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from grpo.config.explain import explain
-from grpo.env.messages import Message
+from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.grading import functions
 from grpo.rewards.combined import Rewards, as_lists
@@ -72,6 +72,10 @@ def test_conversations_are_lists_of_messages_and_a_prefill_is_joined():
     trajectory = said("4.", Message("user", "2 + 2?"), Message("assistant", "It is "))
     given = as_lists({"prompt": [user, prefill]}, [trajectory])
     assert given["prompts"] == [[user]] and given["completions"] == [[{"role": "assistant", "content": "It is 4."}]]
+    called = Message("assistant", "4.", (ToolCall("add", {"a": 2}),))
+    answered = Step(State(tuple(trajectory.steps[0].state.messages)), Action(called))
+    given = as_lists({}, [Trajectory((answered,))], conversational=True)["completions"][0][0]
+    assert given["content"] == "It is 4." and given["tool_calls"][0]["function"]["name"] == "add"
     # several turns: all that came after the first prompt
     first, second = State((Message("user", "q"),)), Message("tool", "t")
     steps = (
@@ -119,6 +123,25 @@ def test_what_nobody_could_tell_is_never_a_zero():
     assert math.isnan(unknown.value) and unknown.outcome == "timeout" and unknown.parts == {"letters": 2.0}
     assert (right.value, right.correct, right.outcome) == (3.0, True, "right")
     assert right.parts == {"steps": 2.0, "letters": 2.0}
+
+
+def test_an_advantage_and_columns_come_through_whoever_gave_them():
+    """The advantage of the first and the verdict of the second; both columns; two advantages have no meaning."""
+
+    def first(completions):
+        return [Reward(1.0, True, {"a": 1.0}, advantage=0.3, extra={"why": "long"})] * len(completions)
+
+    def second(completions):
+        return [Reward(0.0, False, {"b": 0.0}, extra={"line": 7})] * len(completions)
+
+    (reward,) = Rewards([first, second]).score({"question": "?"}, [said("x")])
+    assert (reward.advantage, reward.correct, reward.extra) == (0.3, False, {"why": "long", "line": 7})
+
+    def third(completions):
+        return [Reward(0.0, True, {"c": 0.0}, advantage=-1.0)] * len(completions)
+
+    with pytest.raises(RewardError, match="'third' is the second reward function that gives an advantage"):
+        Rewards([first, third]).score({"question": "?"}, [said("x")])
 
 
 def test_two_parts_of_one_name_are_refused():

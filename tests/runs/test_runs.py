@@ -86,8 +86,8 @@ def test_how_a_run_ended(tmp_path):
             assert raised is error
         return Run(tmp_path).status
 
-    assert [status(e) for e in (None, KeyboardInterrupt(), SystemExit(1), ValueError("no"))] == [
-        "finished", "interrupted", "interrupted", "failed",
+    assert [status(e) for e in (None, SystemExit(), KeyboardInterrupt(), SystemExit(1), ValueError("no"))] == [
+        "finished", "finished", "interrupted", "interrupted", "failed",
     ]  # fmt: skip
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     gone = subprocess.Popen(["true"])
