@@ -39,6 +39,8 @@ def not_in_effect(config: DictConfig, arguments: Sequence[str]) -> Iterator[str]
         for other, keys in IDLE.items():
             if place != other and place.startswith(keys) and place in values and not values.get(other, True):
                 yield f"{word} has no effect while {other}={literal(values[other])}"
+        if place == "optim.schedule.num_warmup_steps" and values.get("optim.warmup_ratio") is not None:
+            yield f"{word} has no effect while optim.warmup_ratio={literal(values['optim.warmup_ratio'])}"
         file = CONF / f"{word.lstrip('+').replace('=', '/')}.yaml"
         if not file.is_file():
             continue

@@ -36,7 +36,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])  # the run may have had more
 
 
 @contextmanager

@@ -50,6 +50,12 @@ def test_a_value_of_an_option_that_an_experiment_replaces_is_named():
     assert lines("algo=dapo", "algo/kl=loss", "adapter=lora") == []
 
 
+def test_a_warm_up_in_steps_beside_one_in_shares_is_named():
+    (line,) = lines("recipe=one_gpu", "optim.schedule.num_warmup_steps=10")
+    assert line == "optim.schedule.num_warmup_steps=10 has no effect while optim.warmup_ratio=0.03"
+    assert lines("recipe=one_gpu", "optim.warmup_ratio=null", "optim.schedule.num_warmup_steps=10") == []
+
+
 @pytest.mark.parametrize(
     ("word", "other"),
     [

@@ -66,6 +66,25 @@ def test_best_is_what_the_disk_took(tmp_path, toy, toy_model):
         checkpoint.teardown(None, module, "fit")
 
 
+def test_a_run_that_is_resumed_has_the_best_of_its_checkpoint(tmp_path, toy, toy_model):
+    """Killed after 40 % at 2, which no checkpoint knows, it goes on from 30 % at 1: 35 % is then better."""
+    first, module = Checkpoint(Pretrained(str(toy)).tokenizer(), str(tmp_path), 4), SimpleNamespace(policy=toy_model)
+
+    def after(checkpoint: Checkpoint, rollouts: int, accuracy: float) -> str:
+        checkpoint.rollouts = rollouts
+        checkpoint.compare(module, {"eval/accuracy": accuracy})
+        return (tmp_path / "best").resolve().name
+
+    assert after(first, 1, 0.3) == "policy_00001"
+    first.export(module, "last")
+    state = first.state_dict()
+    assert after(first, 2, 0.4) == "policy_00002"
+    resumed = Checkpoint(first.tokenizer, str(tmp_path), 4)
+    resumed.load_state_dict(state)
+    assert (tmp_path / "best").resolve().name == "policy_00001"
+    assert after(resumed, 2, 0.2) == "policy_00001" and after(resumed, 3, 0.35) == "policy_00003"
+
+
 class Full(L.Callback):
     """From the second rollout on, the disk takes no file as large as a policy."""
 

@@ -246,11 +246,13 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
         if not best.is_dir() or state.get("monitor", ["eval/accuracy", "max"]) != [self.monitor, self.mode]:
             return  # it was deleted, or is the best by another metric: the search for the best starts again
         self.best_value = state["best_value"] if "best_value" in state else state["best_accuracy"]
-        if best.parent != self.folder.resolve() and distributed.rank() == 0:  # the run resumes in another folder
-            policy = self.folder / (best.name if best.name.startswith("policy_") else "policy_resumed")
-            with new_folder(policy) as folder:
-                shutil.copytree(best, folder, dirs_exist_ok=True)
-            link(self.folder / "best", policy)
+        if distributed.rank() == 0:
+            policy = best
+            if best.parent != self.folder.resolve():  # the run resumes in another folder
+                policy = self.folder / (best.name if best.name.startswith("policy_") else "policy_resumed")
+                with new_folder(policy) as folder:
+                    shutil.copytree(best, folder, dirs_exist_ok=True)
+            link(self.folder / "best", policy)  # in its own folder it may be a policy from after the checkpoint
 
 
 def whole_pieces(model: nn.Module) -> Iterator[dict[str, Tensor]]:

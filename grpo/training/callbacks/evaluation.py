@@ -55,10 +55,10 @@ class EvaluationCallback(L.Callback):
             record(trainer, batch.recorded, rollouts)
 
     def state_dict(self) -> dict:
-        return {"owed": self.owed} if self.owed else {}
+        return {"owed": self.owed, "accuracy": self.accuracy}
 
     def load_state_dict(self, state: dict) -> None:
-        self.owed = state["owed"]
+        self.owed, self.accuracy = state["owed"], state.get("accuracy")
 
     def evaluate(self, **stop: bool) -> Evaluation:
         """Evaluate the present policy. stop: see `Stop.allowed`."""

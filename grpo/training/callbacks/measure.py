@@ -50,7 +50,13 @@ class Recorder(L.Callback):
     """Sends the numbers of `module.note`, and those that callbacks have put into `batch.metrics` since EvaluationCallback sent
     the others. Only Checkpoint comes later. Numbers that are noted at the end of the run are sent then."""
 
-    step = 0
+    step = 0  # rollouts learned from
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         self.step = batch.rollout + 1
