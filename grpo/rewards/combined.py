@@ -184,7 +184,9 @@ class Rewards:
                     graded = value
                 if not math.isnan(value.advantage):
                     if not math.isnan(advantage):
-                        raise RewardError(f"{name!r} is the second reward function that gives an advantage: only one can")
+                        raise RewardError(
+                            f"{name!r} is the second reward function that gives an advantage: only one can"
+                        )
                     advantage = value.advantage
                 extra |= value.extra or {}
                 value = value.value

@@ -28,11 +28,13 @@ def messages_of(pairs: Sequence[tuple[dict[str, Any], str]]) -> tuple[Message, .
 
 
 def answers_in_order(calls: Sequence[ToolCall], answers: Sequence[tuple[Message, str]]) -> list[Message]:
-    """Return the messages of tools in the order of the calls, each with its tool's name. answers: (message, id of its call)."""
-    places = {call.id: i for i, call in enumerate(calls)}
-    names = {call.id: call.name for call in calls}
-    ordered = sorted(answers, key=lambda answer: places.get(answer[1], len(calls)))
-    return [replace(message, name=message.name or names.get(call_id)) for message, call_id in ordered]
+    """Return the messages of tools in the order of the calls, each with its tool's name. answers: (message, id of its call).
+    Calls without an id are answered in their order."""
+    places = {call.id: i for i, call in enumerate(calls) if call.id}
+    others = (i for i, call in enumerate(calls) if not call.id)
+    placed = [(places[i] if i in places else next(others, len(calls)), message) for message, i in answers]
+    placed.sort(key=lambda pair: pair[0])
+    return [replace(m, name=m.name or (calls[i].name if i < len(calls) else None)) for i, m in placed]
 
 
 def chat_message(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

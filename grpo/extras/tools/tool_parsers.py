@@ -161,11 +161,11 @@ def kinds_in(schema: Any, whole: Mapping[str, Any]) -> set[str]:
         if not isinstance(node, Mapping) or any(node is other for other in seen):
             continue
         seen.append(node)
-        types = node.get("type", ())
+        types = node.get("type") or ()
         kinds |= {types} if isinstance(types, str) else {*types}
-        values = [*node.get("enum", ()), *([node["const"]] if "const" in node else ())]
+        values = [*(node.get("enum") or ()), *([node["const"]] if "const" in node else ())]
         kinds |= {KINDS[type(value)] for value in values} | ({"null"} if node.get("nullable") else set())
-        waiting += [other for name in ("anyOf", "oneOf", "allOf") for other in node.get(name, ())]
+        waiting += [other for name in ("anyOf", "oneOf", "allOf") for other in node.get(name) or ()]
         if place := node.get("$ref"):  # "#/$defs/NAME"
             waiting.append(reduce(lambda inner, name: inner.get(name, {}), place.split("/")[1:], whole))
     return kinds
