@@ -140,8 +140,10 @@ def _quote(argument: str) -> str:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, outermost first."""
-    while error is not None:
+    """Yield an exception and its causes, outermost first. Python allows a circle: each comes once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from grpo.config import early
-from grpo.config.explain import explain
+from grpo.config.explain import chain, explain
 from grpo.extras.datasets.glance import columns_in
 from grpo.rewards.combined import Rewards
 from grpo.rewards.resolve import locate
@@ -163,12 +163,18 @@ def test_it_says_what_the_run_would_say(mine):
     assert refused(*ROWS, "task.rewards=correct") == str(refusal.value)
 
 
+def test_a_circle_of_causes_ends():
+    first, second = ValueError("a"), KeyError("b")
+    first.__cause__, second.__context__ = second, first
+    assert [*chain(first)] == [first, second]
+
+
 def test_columns_of_a_file_without_its_rows(tmp_path):
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y", "c": "only here"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["a", "b"], [1, "x"]])
+        csv.writer(file).writerows([[], [" "], ["a", "b"], [1, "x"]])  # pandas passes over the first two
     pd.DataFrame(rows[:1]).to_parquet(tmp_path / "rows.parquet")
     for kind, later in (("jsonl", True), ("json", True), ("csv", False), ("parquet", False)):
         names, may_have = columns_in(tmp_path / f"rows.{kind}")

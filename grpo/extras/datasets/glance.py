@@ -9,6 +9,11 @@ from pathlib import Path
 from grpo.extras.datasets.json_files import lines_of, whole_file
 
 
+def not_blank(record: list[str]) -> bool:
+    """Return whether a record of a CSV file is one that pandas reads: it passes over lines of nothing but spaces."""
+    return len(record) > 1 or "".join(record).strip() != ""
+
+
 def columns_in(file: Path) -> tuple[list[str], Callable[[str], bool]]:
     """Return the columns of the first row, and a function that tells whether any row may have a column of this name.
 
@@ -21,7 +26,7 @@ def columns_in(file: Path) -> tuple[list[str], Callable[[str], bool]]:
         return names, names.__contains__
     if file.suffix == ".csv":
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            names = next(csv.reader(lines), [])
+            names = next(filter(not_blank, csv.reader(lines)), [])
         return names, names.__contains__
     rows = whole_file(file) if file.suffix == ".json" else None
     first = rows[0] if rows else next(row for _, row in lines_of(file))

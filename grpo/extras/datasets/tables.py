@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.extras.datasets.glance import not_blank
 from grpo.extras.datasets.json_files import lines_of, value_of, whole_file
 from grpo.system.errors import UserError
 
@@ -231,7 +232,7 @@ def line_of_csv(file: Path, place: int) -> int:
         reader, end = csv.reader(lines), 0  # end: the line in which the last record ended
         row = -1  # the header is the first record
         for record in reader:
-            if record:  # pandas passes over blank lines
+            if not_blank(record):
                 if row == place:
                     return end + 1
                 row += 1

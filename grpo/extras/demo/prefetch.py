@@ -28,9 +28,11 @@ def main(arguments: Sequence[str]) -> None:
     task, pretrained = instantiate(config.task), instantiate(config.model)
     for split in ("train", config.eval.split):
         print(f"{split}: {plural(len(task.examples(split)), 'example')}")
+    for name, settings in (config.eval.sets or {}).items():
+        print(f"{name}: {plural(len(instantiate(settings.task).examples(config.eval.split)), 'example')}")
     pretrained.tokenizer()
     pretrained.model(mapped=True)  # complete, but in its files
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    home = shlex.quote(os.environ["HF_HOME"]) if "HF_HOME" in os.environ else "~/.cache/huggingface"
     print(f"model: {pretrained.path}")
     print(f"without network: HF_HOME={home} HF_HUB_OFFLINE=1 python train.py {shlex.join(arguments)}")
 

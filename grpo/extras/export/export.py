@@ -82,7 +82,8 @@ def card_of(policy: Path, run: Path, evaluations: Sequence[Path]) -> "ModelCard"
         evaluation = Run(folder)
         if not (metrics := evaluation.saved("metrics.json", json.loads)):
             raise UserError(f"--eval={folder} has no metrics.json: give the folder of a finished `eval.py run={run}`")
-        if (other := Path(evaluation.config["model"]["path"])).resolve() != policy:
+        other = evaluation.config["model"]["path"]
+        if not isinstance(other, str) or Path(other).resolve() != policy:  # a demo model is made: it has no path
             raise UserError(f"--eval={folder} evaluated {other}, not {policy}")
         both = [*(card.data.eval_results or []), *results(evaluation, metrics)]
         card.data.eval_results = list({measured(result): result for result in both}.values())  # the later one counts

@@ -49,7 +49,7 @@ def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
     runs = list(runs)
     overridden = any(run.overrides for run in runs)
     settings = [run.overrides if overridden else flat(run.config) for run in runs]
-    begun = [values for values in settings if values]  # a run that failed early may have no settings
+    begun = [values for run, values in zip(runs, settings, strict=True) if run.config]  # it may have failed before
     names = dict.fromkeys(name for values in begun for name in values)
     names = [name for name in names if not name.startswith(SHOWN) and name not in SAME]
     keys = [name for name in names if len({str(values.get(name)) for values in begun}) > 1]

@@ -77,7 +77,7 @@ def serve(folder: str | Path, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            host = self.headers.get("Host", "").rpartition(":")[0]
+            host = self.headers.get("Host", "").partition(":")[0]
             # a name of another site may lead here
             is_ours = host in ("127.0.0.1", "localhost")
             status, text = answer(root, urlsplit(self.path).path) if is_ours else (403, "ask for 127.0.0.1")

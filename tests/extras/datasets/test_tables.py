@@ -4,6 +4,7 @@ import re
 from datetime import date
 from decimal import Decimal
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -126,8 +127,9 @@ def test_half_a_character_is_a_question_mark(tmp_path):
 def test_fields_of_columns_and_lines_of_records(tmp_path):
     row = {"a": {"b": {"c": 1}}, "a.b": 2, "d": None}
     assert [at(row, name) for name in ("a.b.c", "a.b", "d.e", "x", "a.x")] == [1, 2, None, None, None]
-    (tmp_path / "a.csv").write_text('q,r\n\n"1\n2",3\n4,5\n')
-    assert [line_of_csv(tmp_path / "a.csv", place) for place in (0, 1)] == [3, 5]
+    (tmp_path / "a.csv").write_text('q,r\n\n"1\n2",3\n  \n4,5\n')
+    assert [line_of_csv(tmp_path / "a.csv", place) for place in (0, 1)] == [3, 6]
+    assert [(str(one["q"]), one["r"]) for one in pd.read_csv(tmp_path / "a.csv").to_dict("records")][1] == ("4", 5)
 
 
 def test_what_was_read_wrongly_does_not_agree():

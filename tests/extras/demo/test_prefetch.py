@@ -18,12 +18,14 @@ TASK = ["task=gsm8k", f"task.path={EXAMPLES}", "model=path"]
 
 
 def test_what_is_on_this_machine_needs_no_hub(toy, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HOME", "/cache")
-    main([*TASK, f"model.path={toy}", "task.train_limit=2"])
+    monkeypatch.setenv("HF_HOME", "/my cache")
+    words = [*TASK, f"model.path={toy}", "task.train_limit=2"]
+    second = ["+task@eval.sets.second=gsm8k", f"eval.sets.second.task.path={EXAMPLES}"]
+    main([*words, *second])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["train: 2 examples", "test: 3 examples", f"model: {toy}"]
-    command = f"HF_HOME=/cache HF_HUB_OFFLINE=1 python train.py {' '.join(TASK)} model.path={toy} task.train_limit=2"
-    assert lines[3:] == [f"without network: {command}"]
+    assert lines[:4] == ["train: 2 examples", "test: 3 examples", "second: 3 examples", f"model: {toy}"]
+    command = f"HF_HOME='/my cache' HF_HUB_OFFLINE=1 python train.py {' '.join([*words, *second])}"
+    assert lines[4:] == [f"without network: {command}"]
 
 
 @pytest.mark.parametrize("missing", [["model.path=org/nothing"], ["model.path=x", "task.path=org/nothing"]])

@@ -73,9 +73,10 @@ def test_a_folder_without_a_card_and_another_policy(toy, tmp_path):
     with pytest.raises(UserError, match=r"has no README\.md"):
         main([str(toy), str(tmp_path / "out")])
     (tmp_path / "metrics.json").write_text(json.dumps(FOUND))
-    (tmp_path / "config.yaml").write_text("model: {path: elsewhere}\n")
-    with pytest.raises(UserError, match=r"evaluated elsewhere, not .*best"):
-        main([str(RUN), str(tmp_path / "out"), "--eval", str(tmp_path)])
+    for path, name in (("elsewhere", "elsewhere"), ("{_target_: made}", "{'_target_': 'made'}")):
+        (tmp_path / "config.yaml").write_text(f"model: {{path: {path}}}\n")
+        with pytest.raises(UserError, match=f"evaluated {name}, not .*best"):
+            main([str(RUN), str(tmp_path / "out"), "--eval", str(tmp_path)])
 
 
 def test_the_licence_is_that_of_the_base(tmp_path):

@@ -20,6 +20,7 @@ from grpo.extras.report import plain, write_report
 from grpo.extras.report.callback import Report
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.run import evenly, run_title
+from grpo.extras.report.runs import arms
 from grpo.extras.report.serve import index, serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -313,10 +314,11 @@ def test_a_live_page_loads_itself_again_unless_somebody_reads(sweep, browser, tm
         page.clock.fast_forward(11_000)
         assert page.locator("#live").inner_text() == "live, waits while you read"
         page.close()
-        asked = [("run/report.html", "example.org", 403), ("../run/report.html", "127.0.0.1", 404)]
-        for path, name, status in [*asked, ("run/config.yaml", "127.0.0.1", 404)]:
+        asked = [("run/report.html", "example.org:80", 403), ("../run/report.html", "127.0.0.1:80", 404)]
+        asked += [("run/report.html", "example.org", 403), ("run/report.html", "localhost", 200)]  # at port 80
+        for path, name, status in [*asked, ("run/config.yaml", "127.0.0.1:80", 404)]:
             request = http.client.HTTPConnection("127.0.0.1", server.server_port)
-            request.request("GET", f"/{path}", headers={"Host": f"{name}:{server.server_port}"})
+            request.request("GET", f"/{path}", headers={"Host": name})
             assert request.getresponse().status == status
     finally:
         server.shutdown()
@@ -462,6 +464,19 @@ def test_a_folder_says_what_differs_and_which_are_evaluations(tmp_path):
         UserError, match=f"{evaluation} is an evaluation, which has no page: its numbers are in metrics"
     ):
         write_report(evaluation)
+
+
+def test_a_run_as_it_comes_is_an_arm_of_its_own(tmp_path):
+    """Nothing was typed for the first; the second has algo=dapo; a third, of the same command, has another seed."""
+    for name, overrides in (("a", []), ("b", ["algo=dapo"]), ("c", ["algo=dapo", "seed=1"])):
+        shutil.copytree(EXAMPLES / "run", tmp_path / name)
+        file = tmp_path / name / "manifest.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"overrides": overrides}))
+    found = arms([Run(tmp_path / name) for name in "abc"])
+    assert {arm: [run.folder.name for run in runs] for arm, runs in found.items()} == {
+        "default": ["a"],
+        "algo=dapo": ["b", "c"],
+    }
 
 
 def test_a_title_names_the_file_of_the_rows(tmp_path):

@@ -422,7 +422,7 @@ def test_honest_clients_are_answered_beside_hostile_ones(toy, tmp_path):
     that have not left yet."""
     folders = (toy, shutil.copytree(toy, tmp_path / "other"))
     make_model(Pretrained(str(toy)).tokenizer(), seed=1).save_pretrained(folders[1])
-    with served(toy, weights_from=folders, seconds=5, body=1_000_000, queue=150) as client:
+    with served(toy, weights_from=folders, seconds=60, body=1_000_000, queue=150) as client:
         client.ready()
         asked = [{"prompt": {"prompt_token_ids": [20 + i]}, "max_tokens": 8, "seed": i} for i in range(100)]
         right = []
