@@ -1,12 +1,17 @@
 """Plant the faults of mutants.yaml one by one, and see whether the tests near them fail: what the tests can find, as a number.
 
-    python benchmarks/mutants.py [WORD ...]
+    python benchmarks/mutants.py [--map=FOLDER] [--part=1/2] [WORD ...]
 
 WORD: only faults whose place or fault has one of these words. The tests are imported and collected once. Each fault is planted in
 the memory of a fork, where the functions that it changes get their new code: it costs the tests that it takes to find it, and no
 file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives that is not called equivalent.
+
+With a folder that `benchmarks/finds.py record` has filled, the tests of a fault are those that run its lines, cheapest first, and
+go on after the first that fails while they are cheap: what each of them finds is added to the folder.
 """
 
+import argparse
+import ast
 import gc
 import importlib
 import inspect
@@ -16,43 +21,66 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from finds import Map
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".yaml")
 SECONDS = 120  # of computing for the tests of one fault, which may make a loop endless
 HANGS = 1800  # seconds; a fault may also make a thread wait for ever
+LONG = 30  # CPU seconds after which a fault has survived the tests of a map that run its lines
+CHEAP = 3  # CPU seconds in which further tests of a map may find a fault too
 LEFT_OUT = "without_meaning_are_refused"  # composing each setting takes time, and no fault is in what refuses them
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` in a file. tests: files, each maybe with :: and a part of its tests' names. equivalent: why no test can
-    find the fault."""
+    """`old` becomes `new` in a file. tests: files, each maybe with :: and a part of its tests' names; all of the room by default.
+    equivalent: why no test can find the fault."""
 
     file: str
     fault: str
     old: str
     new: str
-    tests: str
+    tests: str = ""
     equivalent: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.file.removeprefix('grpo/')}: {self.fault}"
 
-    def concerns(self, test: str) -> bool:
-        """Return whether a test, by its id, is one of those near the fault."""
-        file, _, name = test.partition("::")
-        near = (word.partition("::") for word in self.tests.split())
-        return LEFT_OUT not in name and any(file == place and part in name for place, _, part in near)
+    @property
+    def room(self) -> str:
+        return self.file.removeprefix("grpo/").rpartition("/")[0] or "grpo"
+
+    def near(self, item: pytest.Item) -> bool:
+        """Return whether a test is one of those near the fault."""
+        file, _, name = item.nodeid.partition("::")
+        words = (word.partition("::") for word in self.tests.split())
+        return LEFT_OUT not in name and any(file == place and part in name for place, _, part in words)
+
+    def lines(self) -> range:
+        """Return the lines of the statements that the fault changes, of which tests run at least one."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        first = text[: text.index(self.old)].count("\n") + 1
+        last = first + self.old.rstrip("\n").count("\n")
+        for node in ast.walk(ast.parse(text)):  # outer ones first
+            if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno:
+                inner = [each.lineno for each in getattr(node, "body", []) if isinstance(each, ast.stmt)]
+                if not inner or first < inner[0]:
+                    return range(node.lineno, max(last, inner[0] - 1 if inner else node.end_lineno) + 1)
+                found = range(first, last + 1)
+        return found
 
     def codes(self) -> list[tuple[CodeType, CodeType]]:
         """Return the code of each function that the fault changes, before and after."""
@@ -67,13 +95,23 @@ class Fault:
 def faults() -> list[Fault]:
     """Return the faults of the table. Raises ValueError for one that does not fit the code."""
     table = yaml.load(TABLE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    found = [Fault(file, **{"tests": at["tests"], **one}) for file, at in table.items() for one in at["faults"]]
+    found = [
+        Fault(file, **{"tests": at.get("tests") or room(file), **one})
+        for file, at in table.items()
+        for one in at["faults"]
+    ]
     for one in found:
         if (count := (ROOT / one.file).read_text(encoding="utf-8").count(one.old)) != 1:
             raise ValueError(f"{one.name}: the old text occurs {count} times, not once: {one.old}")
         if missing := [file for file in files([one]) if not (ROOT / file).is_file()]:
             raise ValueError(f"{one.name}: there is no {missing[0]}")
     return found
+
+
+def room(file: str) -> str:
+    """Return the files of the tests of a file's room."""
+    folder = Path("tests", *Path(file.removeprefix("grpo/")).parts[: 2 if "/extras/" in file else 1])
+    return " ".join(sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py")))
 
 
 def files(chosen: Sequence[Fault]) -> list[str]:
@@ -93,6 +131,14 @@ def essence(code: CodeType) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, *inner
 
 
+def planted(fault: str) -> None:
+    """Plant the fault of this name in this process, which is a command that a test has started."""
+    (one,) = [each for each in faults() if each.name == fault]
+    trial = Trial([one], ROOT)
+    trial.find()
+    trial.plant(one)
+
+
 def place(code: CodeType) -> tuple[str, str, int]:
     return code.co_filename, code.co_qualname, code.co_firstlineno
 
@@ -100,46 +146,53 @@ def place(code: CodeType) -> tuple[str, str, int]:
 class Trial:
     """A plugin of pytest that tries the faults in place of running the tests."""
 
-    def __init__(self, chosen: Sequence[Fault], folder: Path) -> None:
-        self.chosen, self.folder, self.failed, self.lost = chosen, folder, "", 0
+    def __init__(self, chosen: Sequence[Fault], folder: Path, seen: "Map | None" = None) -> None:
+        self.chosen, self.folder, self.seen, self.lost = chosen, folder, seen, 0
+        self.failed: list[str] = []
         self.live: dict[tuple, list[FunctionType]] = defaultdict(list)  # the functions in memory, by their place
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed = self.failed or report.nodeid
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Try each fault on the tests near it, after these tests have passed without one."""
         if session.testsfailed:
             return None  # pytest says which files could not be imported
-        needed = [item for item in session.items if any(one.concerns(item.nodeid) for one in self.chosen)]
+        from helpers import programs
+
         self.find()
-        failed, seconds = self.fork(needed, [])
-        print(f"\n{len(needed)} tests without a fault: {failed or 'all pass'}, {seconds:.0f} CPU s\n", flush=True)
-        self.lost += bool(failed)
+        programs.server()  # one for all forks
+        seconds, finders, broken = 0.0, Counter(), set()
+        if not self.seen:
+            needed = [item for item in session.items if any(one.near(item) for one in self.chosen)]
+            found, seconds = self.fork(needed, None)
+            print(f"\n{len(needed)} tests without a fault: {found or 'all pass'}, {seconds:.0f} CPU s\n", flush=True)
+            self.lost, broken = len(found), {*found}
         rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-        finders: set[str] = set()
-        for one in [] if failed else self.chosen:
-            codes = one.codes()
-            near = [item for item in needed if one.concerns(item.nodeid)]
-            near.sort(key=lambda item: item.nodeid not in finders)  # what has found a fault may find the next one soon
-            planted = codes and near and all(self.live[place(old)] for old, _ in codes)
-            failed, more = self.fork(near, codes) if planted else ("", 0.0)
-            verdict = failed or one.equivalent or "SURVIVED"
+        for one in [] if broken else self.chosen:
+            near = self.seen.near(one, session.items) if self.seen else list(filter(one.near, session.items))
+            if not self.seen:
+                near.sort(key=lambda item: -finders[item.nodeid])  # what has found a fault may find the next one soon
+            planted = one.codes() and near and all(self.live[place(old)] for old, _ in one.codes())
+            found, more = self.fork(near, one) if planted else ([], 0.0)
+            verdict = found[0] if found else one.equivalent or "SURVIVED"
             if not planted:
-                verdict = "WRONG: it changes no function in memory, or has no test"
-            elif failed and one.equivalent:
-                verdict = f"WRONG: not equivalent, {failed}"
+                verdict = "WRONG: it changes no function in memory, or no test runs it"
+            elif found and one.equivalent:
+                verdict = f"WRONG: not equivalent, {found[0]}"
             self.lost += verdict.startswith(("WRONG", "SURVIVED"))
             seconds += more
-            finders.add(failed)
-            for i, counts in enumerate((True, failed, one.equivalent)):
-                rooms[one.file.rpartition("/")[0]][i] += bool(counts)
+            finders.update(found)
+            for i, counts in enumerate((True, found, one.equivalent)):
+                rooms[one.room][i] += bool(counts)
             print(f"{one.name}\n{more:7.1f} s  {verdict}", flush=True)
+            if self.seen:
+                self.seen.add(one.name, found)
         print(f"\n{'room':22}{'planted':>9}{'killed':>9}{'equivalent':>12}")
-        for room, counts in [*rooms.items(), ("all", [*map(sum, zip(*rooms.values(), strict=True))])]:
-            print(f"{room:22}" + "".join(f"{count:9}" for count in counts))
+        for name, counts in [*sorted(rooms.items()), ("all", [*map(sum, zip(*rooms.values(), strict=True))])]:
+            print(f"{name:22}" + "".join(f"{count:9}" for count in counts))
         print(f"{seconds:.0f} CPU s", flush=True)
         return True
 
@@ -153,53 +206,84 @@ class Trial:
                 self.live[place(each.__code__)].append(each)
         gc.freeze()  # a fork that collects garbage would copy all of it
 
-    def fork(self, items: list[pytest.Item], codes: Sequence[tuple[CodeType, CodeType]]) -> tuple[str, float]:
-        """Run the tests up to the first failure in a fork of this process, with new code in place of old. Returns the name of the
-        test that failed, and the seconds of computing."""
-        reads, writes = os.pipe()
-        if not (child := os.fork()):
-            try:
-                self.play(items, codes)
-            except BaseException as error:  # nothing may go on in this process
-                self.failed = self.failed or f"{type(error).__name__}: {error}"
-            os.write(writes, self.failed.encode())
-            os._exit(0)
-        os.close(writes)
-        begun = time.monotonic()
-        while not (ended := os.wait4(child, os.WNOHANG))[0]:
-            time.sleep(0.02)
-            if time.monotonic() - begun > HANGS:
-                os.kill(child, signal.SIGKILL)
-        with open(reads, "rb") as pipe:
-            failed = pipe.read().decode()
-        return failed or ("out of time" if ended[1] else ""), ended[2].ru_utime + ended[2].ru_stime
-
-    def play(self, items: list[pytest.Item], codes: Sequence[tuple[CodeType, CodeType]]) -> None:
-        """Run the tests up to the first failure."""
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1) if codes else (resource.RLIM_INFINITY,) * 2)
-        for old, new in codes:
+    def plant(self, one: Fault) -> None:
+        """Give the functions that the fault changes their new code."""
+        for old, new in one.codes():
             for function in self.live[place(old)]:
                 function.__code__ = new
+
+    def fork(self, items: list[pytest.Item], one: Fault | None) -> tuple[list[str], float]:
+        """Run the tests in a fork of this process, with a fault or without. Returns those that fail, see `play`, and the seconds
+        of computing."""
+        with tempfile.NamedTemporaryFile("r") as told:
+            if not (child := os.fork()):
+                try:
+                    self.play(items, one, Path(told.name))
+                finally:  # nothing may go on in this process
+                    os._exit(0)
+            begun = time.monotonic()
+            while not (ended := os.wait4(child, os.WNOHANG))[0]:
+                time.sleep(0.02)
+                if time.monotonic() - begun > (HANGS if self.seen is None else 2 * SECONDS):
+                    os.kill(child, signal.SIGKILL)
+            failed, running = [], "no test"
+            for line in told.read().splitlines():
+                running, _, outcome = line.partition("\t")
+                if outcome == "failed":
+                    failed.append(running)
+        if ended[1]:
+            failed.append(running)  # it took too long, or ended the process
+        return list(dict.fromkeys(failed)), ended[2].ru_utime + ended[2].ru_stime
+
+    def play(self, items: list[pytest.Item], one: Fault | None, told: Path) -> None:
+        """Run the tests up to the first that fails, with a map also those after it that are cheap."""
+        if one:
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+            self.plant(one)
+            os.environ["PLANTED_FAULT"] = one.name  # for the commands that tests start
         os.chdir(self.folder)
         config = items[0].config
         config.pluginmanager.unregister(name="terminalreporter")  # which would print each result
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if self.failed:
-                return
+        with open(told, "w", buffering=1) as lines:
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                print(item.nodeid, file=lines)
+                config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if item.nodeid in self.failed:
+                    print(item.nodeid, "failed", sep="\t", file=lines)
+                if (
+                    time.process_time() > LONG
+                    and self.seen
+                    or self.failed
+                    and (not self.seen or time.process_time() > CHEAP)
+                ):
+                    return
 
 
 def main(words: list[str]) -> int:
-    chosen = [one for one in faults() if not words or any(word in one.name for word in words)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--map", type=Path, metavar="FOLDER")
+    parser.add_argument("--part", default="1/1", metavar="1/2", help="only every second fault, from the first")
+    given = parser.parse_args(words)
+    part, parts = map(int, given.part.split("/"))
+    words = given.words
+    chosen = [one for one in faults() if not words or any(word in one.name for word in words)][part - 1 :: parts]
     os.chdir(ROOT)
+    del sys.argv[1:]  # a run writes it down
+    seen = None
+    if given.map:
+        from finds import Map
+
+        seen = Map(given.map.resolve())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "project")  # looks like the project, and takes what a fault writes where it should not
         folder.mkdir()
         for path in (path for path in ROOT.iterdir() if not path.name.startswith(".")):
             (folder / path.name).symlink_to(path)
-        trial = Trial(chosen, folder)
+        trial = Trial(chosen, folder, seen)
         plain = ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={temporary}/tests"]
-        code = pytest.main([*plain, *files(chosen)], [trial])
+        tests = ["-m", "not nightly and not vllm"] if seen else files(chosen)
+        code = pytest.main([*plain, *tests], [trial])
     return int(bool(code or trial.lost))
 
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = [ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/"), *(ROOT / "tests" / "extras").glob("[a-z]*/")]
 TEST_PATH = os.pathsep.join(map(str, [ROOT, *FOLDERS]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
-NIGHTLY = ROOT / "tests" / "nightly.txt"
+LISTS = {name: ROOT / "tests" / f"{name}.txt" for name in ("slow", "nightly")}  # of tests that have this mark
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
 pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again", "helpers.appendices", "helpers.shapes"]
@@ -47,11 +47,12 @@ quiet()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that tests/nightly.txt names."""
-    names = tuple(line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#"))
-    for item in items:
-        if item.nodeid.startswith(names):
-            item.add_marker(pytest.mark.nightly)
+    """Mark the tests that the lists name."""
+    for mark, file in LISTS.items():
+        names = tuple(line for line in file.read_text().splitlines() if line and not line.startswith("#"))
+        for item in items:
+            if item.nodeid.startswith(names):
+                item.add_marker(mark)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,6 +1,7 @@
 """CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs=FILE.jsonl` shows them.
 
-The seconds are those of a test's process and of the processes that it waited for. They scatter by a tenth or two, and grow on a
+The seconds are those of a test's process, of the processes that it waited for, and of the commands that helpers/programs.py forks
+for it. They scatter by a tenth or two, and grow on a
 busy machine, so `--budget` divides them by the time of a piece of work that is measured beside the tests. That is still half
 wrong on some machines, so only a room that takes twice its budget fails. Counts do not scatter.
 """
@@ -8,15 +9,13 @@ wrong on some machines, so only a room that takes twice its budget fails. Counts
 import json
 import os
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 from statistics import median
 
-import psutil
 import pytest
 
 # CPU seconds that the quick tests of a room (tests/X, tests/extras/X) may take on a machine whose `pace` is PACE.
@@ -24,7 +23,7 @@ import pytest
 BUDGET = {
     "apps": 10, "config": 20, "data": 1, "engines": 15, "env": 5, "evaluation": 10, "families": 5, "models": 17, "objectives": 28,
     "programs": 34, "rewards": 8, "rollout": 17, "runs": 6, "system": 13, "tasks": 16, "tests": 16, "training": 29,
-    "vllm_engines": 1, "commands typed": 20,
+    "vllm_engines": 1,
     "extras/ahead": 12, "extras/critic": 4, "extras/datasets": 4, "extras/health": 5, "extras/terminal": 11,
     "extras/demo": 6, "extras/devices": 2, "extras/early_stopping": 1,
     "extras/export": 4, "extras/grading": 5,
@@ -34,7 +33,9 @@ BUDGET = {
     "extras/teachers": 33, "extras/tools": 7, "extras/trackers": 5, "extras/vllm_server": 5, "extras/workers": 4,
 }  # fmt: skip
 PACE = 0.0140
-NOISE = 2.0  # what the pace does not explain: the same tests took 0.9 to 1.7 times their budget elsewhere, at the same pace
+NOISE = (
+    2.0  # what the pace does not explain: the same tests took 0.9 to 1.7 times their budget elsewhere, at the same pace
+)
 PHASES: list[dict] = []  # a line of the file for each phase of each test
 COUNTS: Counter[str] = Counter()  # of this process
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
@@ -62,6 +63,11 @@ def pace() -> float:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--costs", type=Path, help="print costs, and write those of each phase of each test to this file")
     parser.addoption("--budget", action="store_true", help="fail if a room takes more than its CPU seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.costs or config.option.budget:
+        os.environ["COSTS_OF_COMMANDS"] = tempfile.mkstemp(suffix=".jsonl")[1]  # helpers/programs.py writes it
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -107,12 +113,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def by_room() -> dict[str, Counter]:
-    """Return the sums of each folder of tests/, and of the commands that helpers/programs.py forks for all of them."""
+    """Return the sums of each folder of tests/."""
     rooms: dict[str, Counter] = defaultdict(Counter)
     for phase in PHASES:
         rooms[room(phase["test"])].update({"tests": phase["when"] == "call", **numbers(phase)})
-    with suppress(psutil.Error, TypeError):  # there was no command
-        rooms["commands typed"]["cpu"] = sum(psutil.Process(forkserver._forkserver._forkserver_pid).cpu_times()[:4])
     return rooms
 
 
@@ -129,6 +133,9 @@ def numbers(phase: dict) -> dict[str, float]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail a session that passed if a room is over its budget; each such room is a line."""
     config = session.config
+    if file := os.environ.pop("COSTS_OF_COMMANDS", None):
+        PHASES.extend(json.loads(line) for line in Path(file).read_text().splitlines())
+        Path(file).unlink()
     if config.option.budget and exitstatus == pytest.ExitCode.OK:
         slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
         for room, sums in by_room().items():

@@ -4,6 +4,8 @@ A server imports the libraries once, and each command is a fork of it: it has an
 """
 
 import contextlib
+import importlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -48,7 +50,7 @@ def start(
 ) -> BaseProcess:
     """Start `python WORDS` in a folder. Its streams are appended to two files."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-    process = server().Process(target=work, args=(words, out, err, folder, environment))
+    process = server().Process(target=run, args=(words, out, err, folder, environment))
     process.start()
     return process
 
@@ -89,6 +91,22 @@ def typed(lines: list[str], file: str) -> tuple[str, list[int]]:
         child.join(300)
         child.kill()
     return Path(file).read_text(), codes
+
+
+def run(words: tuple[str, ...], out: Path, err: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """Do the work, and tell what it took, under the name of the test whose command it is."""
+    test = environment.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if covered := sys.modules.get("coverage"):  # benchmarks/finds.py
+        covered.Coverage.current().switch_context(test)
+    if fault := environment.get("PLANTED_FAULT"):
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        importlib.import_module("mutants").planted(fault)
+    try:
+        work(words, out, err, folder, environment)
+    finally:
+        if file := environment.get("COSTS_OF_COMMANDS"):
+            with open(file, "a") as lines:
+                lines.write(json.dumps({"test": test, "when": "command", "cpu": round(sum(os.times()[:4]), 4)}) + "\n")
 
 
 def work(words: tuple[str, ...], out: Path, err: Path, folder: Path, environment: Mapping[str, str]) -> None:

@@ -43,6 +43,7 @@ class Health(L.Callback):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of names among {', '.join(names)}")
         self.ignored, self.watch, self.alarms = frozenset(ignore), Watch(), alarms
         self.watch.silent |= self.ignored
+        self.alarmed: set[str] = set()  # metrics that have passed the bound that stops a run
         self.measured_with: list[str] | None = None  # what the rounding depends on: engine, number type, precision
         self.foreign: str | None = None  # a line for a tiny model that knows another task
 
@@ -62,7 +63,11 @@ class Health(L.Callback):
         for rollouts, row in rows.items():
             for finding in self.watch.findings(rollouts, row, intervals.get(rollouts)):
                 line = f"rollout {finding.rollout}: {finding.metric} is {finding.value:.3g}, {finding.words}"
-                self.alarm(line) if finding.stops and finding.metric not in self.ignored else warn(line)
+                if finding.stops and finding.metric not in self.alarmed | self.ignored:
+                    self.alarmed.add(finding.metric)
+                    self.alarm(line)
+                elif not finding.stops:
+                    warn(line)
         starts = [evaluation for evaluation in batch.evaluations if evaluation.rollout == 0]
         if starts and starts[0].metrics.get("eval/accuracy") == 0 and self.foreign:
             warn(f"rollout 0: no held-out answer is right: {self.foreign}")

@@ -57,7 +57,8 @@ class Job:
         """The number of rollouts that the job has learned from."""
         try:
             with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as lines:
-                return max((int(float(row["step"])) for row in csv.DictReader(lines)), default=0)
+                steps = [row["step"] for row in csv.DictReader(lines)]
+                return max((int(float(step)) for step in steps if step), default=0)  # the last line may be cut short
         except OSError:
             return 0
 

@@ -242,8 +242,9 @@ def test_a_number_far_out_of_its_range_stops_the_run(metric, watched, stopped, c
     with pytest.raises(AlarmError, match=f"rollout 1: {metric} is .*alarms=warn") as alarm:
         said(Health(), caplog, {metric: stopped})
     assert alarm.value.exit_code == 4
-    assert len(said(Health(alarms="warn"), caplog, {metric: stopped})) == 1
-    assert len(said(Health(ignore=[metric]), caplog, {metric: stopped})) <= 1
+    three = [{metric: stopped}] * 3
+    assert len(said(Health(alarms="warn"), caplog, *three)) == 1
+    assert said(Health(ignore=[metric]), caplog, *three) == []
 
 
 @pytest.mark.parametrize("poisoned", ["model.norm.weight", "exp_avg_sq of parameter 0"])

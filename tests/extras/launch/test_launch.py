@@ -83,6 +83,12 @@ def test_lines_of_torchrun_name_every_server(tmp_path):
     assert "http://$SERVER_1:8000,http://$SERVER_1:8001,http://$SERVER_2:8000" in text
 
 
+@pytest.mark.parametrize("kind", ["slurm", "torchrun", "compose"])
+def test_servers_that_are_there_already_are_named_to_the_trainer(kind):
+    words = ["engine=vllm_server", "deployment.server_nodes=0", "engine.urls=[http://gpu7:8000]", *ONE_MACHINE[-1:]]
+    assert "engine.urls=[http://gpu7:8000]" in launch_file(kind, words, FOLDER)
+
+
 def test_services_of_compose_have_devices_of_their_own():
     text = launch_file("compose", ["experiment=qwen32b_split", *ONE_MACHINE, "trainer.devices=4"], FOLDER)
     services = yaml.safe_load(text)["services"]

@@ -99,6 +99,9 @@ def test_a_job_goes_on_from_its_checkpoint_unless_it_was_the_last(tmp_path):
     (folder / "metrics.csv").write_text("step,eval/accuracy,rollout/reward\n0,0.5,\n1,,0.25\n2,,0.5\n")
     job = Job(0, folder, ["seed=1", "ckpt_path=x"], "seed=1", rollouts=4)
     assert job.step == 2
+    # the last row is cut short
+    (folder / "metrics.csv").write_text("reward,step\n0.5,1\n0.5,2\n0.")
+    assert job.step == 2
     assert job.arguments() == ["seed=1", f"ckpt_path='{folder}'"]
     assert Job(0, folder, ["seed=1"], "", rollouts=2).arguments() == ["seed=1"] and not folder.exists()
 
