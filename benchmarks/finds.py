@@ -85,9 +85,10 @@ class Map:
                 at[line].update(context.rpartition("|")[2].removesuffix(" (call)") for context in contexts)
 
     def near(self, fault: "Fault", items: Sequence[pytest.Item]) -> list[pytest.Item]:
-        """Return the tests that run a fault's statement, cheapest first."""
+        """Return the tests that run a fault's statement, those of its room first, then the cheapest first."""
         tests = set().union(*(self.runs[fault.file].get(line, ()) for line in fault.lines()))
-        return sorted((item for item in items if item.nodeid in tests), key=lambda item: self.seconds[item.nodeid])
+        near, room = (item for item in items if item.nodeid in tests), f"tests/{fault.room}/"
+        return sorted(near, key=lambda item: (not item.nodeid.startswith(room), self.seconds[item.nodeid]))
 
     def add(self, fault: str, tests: Sequence[str]) -> None:
         """Write down which tests kill a fault."""

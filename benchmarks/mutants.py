@@ -61,7 +61,7 @@ class Fault:
 
     @property
     def room(self) -> str:
-        return self.file.removeprefix("grpo/").rpartition("/")[0] or "grpo"
+        return folder(self.file).removeprefix("tests/")
 
     def near(self, item: pytest.Item) -> bool:
         """Return whether a test is one of those near the fault."""
@@ -110,8 +110,12 @@ def faults() -> list[Fault]:
 
 def room(file: str) -> str:
     """Return the files of the tests of a file's room."""
-    folder = Path("tests", *Path(file.removeprefix("grpo/")).parts[: 2 if "/extras/" in file else 1])
-    return " ".join(sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py")))
+    return " ".join(sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder(file)).glob("test_*.py")))
+
+
+def folder(file: str) -> str:
+    """Return the folder of the tests of a file's room."""
+    return "/".join(["tests", *Path(file.removeprefix("grpo/")).parts[: 2 if "/extras/" in file else 1]])
 
 
 def files(chosen: Sequence[Fault]) -> list[str]:
@@ -224,7 +228,7 @@ class Trial:
             begun = time.monotonic()
             while not (ended := os.wait4(child, os.WNOHANG))[0]:
                 time.sleep(0.02)
-                if time.monotonic() - begun > (HANGS if self.seen is None else 2 * SECONDS):
+                if time.monotonic() - begun > (HANGS if self.seen is None else SECONDS):
                     os.kill(child, signal.SIGKILL)
             failed, running = [], "no test"
             for line in told.read().splitlines():
@@ -250,12 +254,8 @@ class Trial:
                 config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if item.nodeid in self.failed:
                     print(item.nodeid, "failed", sep="\t", file=lines)
-                if (
-                    time.process_time() > LONG
-                    and self.seen
-                    or self.failed
-                    and (not self.seen or time.process_time() > CHEAP)
-                ):
+                spent = time.process_time()
+                if (self.seen and spent > LONG) or (self.failed and (not self.seen or spent > CHEAP)):
                     return
 
 

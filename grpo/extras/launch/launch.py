@@ -81,7 +81,11 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     check_values(config)
     check_deployment(config, kind)
     deployment, trainer = OmegaConf.to_container(config.deployment), config.trainer
-    others = (FOLDER, "resume=", *(["engine.urls="] if deployment["server_nodes"] else []))  # the file sets these itself
+    others = (
+        FOLDER,
+        "resume=",
+        *(["engine.urls="] if deployment["server_nodes"] else []),
+    )  # the file sets these itself
     words = [word for word in overrides if not word.startswith(others)]
     if kind == "skypilot":
         rented = skypilot_values(config, words, folder, ROOT)

@@ -136,3 +136,19 @@ def test_what_was_read_wrongly_does_not_agree():
     pairs = [(9007199254740992.0, "9007199254740993"), (0.1, "0.10000000149011612"), (7, "007x"), ("7", "007")]
     pairs += [(1e5, "1e6"), ([1, 2.0], ["1", "2.5"]), ({"a": 1}, {"a": "1", "b": "2"}), (None, "NA"), ("1", None)]
     assert not [pair for pair in pairs if agrees(*pair)]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_name_is_no_pattern(tmp_path, kind, streaming):
+    """A folder and a file with brackets, beside a file that the brackets would fit."""
+    folder = tmp_path / "run[12]"
+    (tmp_path / "run1").mkdir()
+    folder.mkdir()
+    for place, gold in ((folder, "right"), (tmp_path / "run1", "wrong")):
+        frame = pd.DataFrame({"q": ["1?"], "gold": [gold]})
+        file = place / f"train.{kind}"
+        write = {"csv": frame.to_csv, "parquet": frame.to_parquet}.get(kind)
+        write(file, index=False) if write else frame.to_json(file, orient="records", lines=True)
+    rows = Dataset(str(folder), ("q",), streaming=streaming, train_limit=1).split("train")
+    assert [row["gold"] for row in rows] == ["right"]

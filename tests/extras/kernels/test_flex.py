@@ -111,6 +111,26 @@ def test_a_kernel_that_fails_is_warned_of_and_replaced(monkeypatch, caplog, fres
     assert record.getMessage().startswith("FlexAttention failed (RuntimeError: recompile_limit reached): attention is")
 
 
+def test_memory_that_runs_out_is_not_the_kernels_fault(monkeypatch, fresh):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("of the GPU")
+
+    monkeypatch.setattr(flex, "flex_attention", full)
+    one = torch.zeros(1, 1, 640, 8)
+    with pytest.raises(torch.OutOfMemoryError):
+        FLEX.attend(Packed([[1] * 5], [[]], CPU, FLEX), one, one, one, None, None)
+    assert not FLEX.failed
+
+
+def test_layers_of_one_model_have_windows_of_their_own(fresh):
+    """The first layer sees all, the second two tokens: as if the second were alone."""
+    plan, alone = (Packed([[1] * 5], [[[1] * 7]], CPU, FLEX) for _ in range(2))
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, plan.ids.shape[1], 8).unbind()
+    whole, narrow = (FLEX.attend(plan, query, key, value, None, window) for window in (None, 2))
+    assert torch.equal(narrow, FLEX.attend(alone, query, key, value, None, 2)) and not torch.equal(narrow, whole)
+
+
 @pytest.mark.parametrize("what", ["values", "gradient"])
 def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, fresh, what):
     """The gradient alone is wrong if a part of it does not flow back."""

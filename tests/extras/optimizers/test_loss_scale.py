@@ -9,7 +9,7 @@ from helpers.learning import ADVANTAGES, fresh, make_module, rollout
 from helpers.runs import learned, rows, state, told
 from torch import nn, tensor
 
-from grpo.extras.optimizers.loss_scale import LossScale, LossScaling
+from grpo.extras.optimizers.loss_scale import LARGEST, LossScale, LossScaling
 from grpo.models.pretrained import Pretrained
 from grpo.training.trainer import best_on_gpu
 
@@ -38,6 +38,16 @@ def test_the_scale_by_hand():
     resumed.scaled(tensor(0.5), half)
     resumed.note(True)
     assert resumed.value == 2  # two clean updates in a row are more than the interval of now
+
+
+def test_the_scale_has_a_largest_value():
+    scale, half = LossScale(LossScaling(int(LARGEST / 2), growth_interval=1)), nn.Linear(1, 1).half()
+    seen = []
+    for _ in range(3):
+        scale.scaled(tensor(0.5), half)
+        scale.note(True)
+        seen.append(scale.value)
+    assert seen == [LARGEST] * 3
 
 
 def test_passes_in_float32_have_no_scale_and_autocast_has():
