@@ -39,7 +39,7 @@ TABLE = Path(__file__).with_suffix(".yaml")
 SECONDS = 120  # of computing for the tests of one fault, which may make a loop endless
 HANGS = 1800  # seconds; a fault may also make a thread wait for ever
 LONG = 30  # CPU seconds after which a fault has survived the tests of a map that run its lines
-CHEAP = 3  # CPU seconds in which further tests of a map may find a fault too
+CHEAP = 0.5  # CPU seconds in which further tests of a map may find a fault too
 LEFT_OUT = "without_meaning_are_refused"  # composing each setting takes time, and no fault is in what refuses them
 
 

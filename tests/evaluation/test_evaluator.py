@@ -26,7 +26,17 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Reward, SingleTurn, State, Step, Trajectory
 from grpo.evaluation import estimates as estimates_module
-from grpo.evaluation.estimates import all_of_k, columns, estimates, estimates_by_value, majority, pass_at_k, powers
+from grpo.evaluation.estimates import (
+    all_of_k,
+    averaged,
+    columns,
+    estimates,
+    estimates_by_value,
+    majority,
+    pass_at_k,
+    powers,
+    values_of,
+)
 from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.grading.answers import equal, loose_answer
 from grpo.extras.report.comparison import arms_of, compare
@@ -243,6 +253,16 @@ def test_a_mixture_is_told_source_by_source():
     assert set(estimates_by_value(samples)["steps"]) == {str(s) for s in steps} and "level" not in estimates_by_value(
         samples
     )
+
+
+def test_a_value_may_be_0_and_a_sample_without_a_conversation_has_no_calls():
+    assert values_of({"level": 0, "empty": "", "x": None}, ("level", "empty", "x", "y")) == {
+        "by/level": "0",
+        "by/empty": "",
+    }
+    samples = {"tokens": [1, 2], "truncated": [False, True], "outcome": [None, None], "turns": [3, 1]}
+    samples |= {"end": ["answered", "answered"], "eval/tool_calls": [2.0, math.nan]}
+    assert dict(averaged(pd.DataFrame(samples)))["tool_calls"].tolist() == [2.0, 0.0]
 
 
 @pytest.mark.skipif(not GSM8K_TEST.exists(), reason="no real data")

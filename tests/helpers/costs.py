@@ -1,9 +1,9 @@
 """CPU seconds of tests, by room and by test, with what they compose, train and start. `pytest --costs=FILE.jsonl` shows them.
 
 The seconds are those of a test's process, of the processes that it waited for, and of the commands that helpers/programs.py forks
-for it. They scatter by a tenth or two, and grow on a
-busy machine, so `--budget` divides them by the time of a piece of work that is measured beside the tests. That is still half
-wrong on some machines, so only a room that takes twice its budget fails. Counts do not scatter.
+for it. They scatter by a tenth or two, and grow on a busy machine, so `--budget` divides them by the time of a piece of work that
+is measured beside the tests. That is still half wrong on some machines, so only a room that takes twice its budget fails. Counts
+do not scatter.
 """
 
 import json
@@ -21,20 +21,19 @@ import pytest
 # CPU seconds that the quick tests of a room (tests/X, tests/extras/X) may take on a machine whose `pace` is PACE.
 # A feature pays for its tests' time
 BUDGET = {
-    "apps": 10, "config": 20, "data": 1, "engines": 15, "env": 5, "evaluation": 10, "families": 5, "models": 17, "objectives": 28,
-    "programs": 34, "rewards": 8, "rollout": 17, "runs": 6, "system": 13, "tasks": 16, "tests": 16, "training": 29,
-    "vllm_engines": 1,
-    "extras/ahead": 12, "extras/critic": 4, "extras/datasets": 4, "extras/health": 5, "extras/terminal": 11,
-    "extras/demo": 6, "extras/devices": 2, "extras/early_stopping": 1,
-    "extras/export": 4, "extras/grading": 5,
-    "extras/judges": 2, "extras/kernels": 5, "extras/launch": 5, "extras/losses": 3, "extras/migration": 7,
-    "extras/optimizers": 3, "extras/preflight": 45, "extras/programs": 8, "extras/quantized": 2, "extras/report": 3,
-    "extras/selection": 4, "extras/serve": 18, "extras/shared_weights": 1, "extras/sources": 3, "extras/sweep": 4,
-    "extras/teachers": 33, "extras/tools": 7, "extras/trackers": 5, "extras/vllm_server": 5, "extras/workers": 4,
+    "all": 240, "apps": 7, "config": 15, "data": 3, "engines": 6, "env": 5, "evaluation": 3, "families": 4,
+    "models": 14, "objectives": 13, "programs": 25, "rewards": 4, "rollout": 6, "runs": 4, "system": 13, "tasks": 8,
+    "tests": 24, "training": 18, "vllm_engines": 3, "extras/ahead": 20, "extras/critic": 4, "extras/datasets": 3,
+    "extras/health": 3, "extras/terminal": 10, "extras/demo": 5, "extras/devices": 3, "extras/early_stopping": 3,
+    "extras/export": 4, "extras/grading": 5, "extras/judges": 4, "extras/kernels": 8, "extras/launch": 10,
+    "extras/losses": 3, "extras/migration": 7, "extras/optimizers": 3, "extras/preflight": 19, "extras/programs":
+    10, "extras/quantized": 3, "extras/report": 3, "extras/selection": 3, "extras/serve": 19,
+    "extras/shared_weights": 3, "extras/sources": 3, "extras/sweep": 6, "extras/teachers": 27, "extras/tools": 8,
+    "extras/trackers": 7, "extras/vllm_server": 8, "extras/workers": 4,
 }  # fmt: skip
 PACE = 0.0140
 NOISE = (
-    2.0  # what the pace does not explain: the same tests took 0.9 to 1.7 times their budget elsewhere, at the same pace
+    2.0  # the pace does not explain it: the same tests took 0.9 to 1.7 times their budget elsewhere, at the same pace
 )
 PHASES: list[dict] = []  # a line of the file for each phase of each test
 COUNTS: Counter[str] = Counter()  # of this process
@@ -113,10 +112,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def by_room() -> dict[str, Counter]:
-    """Return the sums of each folder of tests/."""
+    """Return the sums of each folder of tests/, and of all."""
     rooms: dict[str, Counter] = defaultdict(Counter)
     for phase in PHASES:
-        rooms[room(phase["test"])].update({"tests": phase["when"] == "call", **numbers(phase)})
+        for name in ("all", room(phase["test"])):
+            rooms[name].update({"tests": phase["when"] == "call", **numbers(phase)})
     return rooms
 
 
@@ -157,7 +157,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
     terminalreporter.section(f"CPU seconds by room, at pace {slower:.2f}")
     terminalreporter.line(f"{'':20}" + "".join(f"{column:>14}" for column in columns))
-    for name, sums in sorted({**rooms, "all": sum(rooms.values(), Counter())}.items(), key=lambda row: -row[1]["cpu"]):
+    for name, sums in sorted(rooms.items(), key=lambda row: -row[1]["cpu"]):
         terminalreporter.line(f"{name:20}{sums['cpu']:14.1f}" + "".join(f"{sums[what]:14}" for what in columns[1:]))
     terminalreporter.section("dearest tests")
     for test, cpu in tests.most_common(20):

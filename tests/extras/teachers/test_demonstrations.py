@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import REAL_DATA, ROOT, seed
 from helpers.demonstrated import TASK, batch, demonstrated, moved, sampled, taught
+from helpers.episodes import said
 from helpers.programs import command
 from helpers.runs import rows, state, told
 from transformers import AutoTokenizer
@@ -16,13 +17,13 @@ from transformers import AutoTokenizer
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
-from grpo.env.types import Action, State, Step, Trajectory
-from grpo.extras.teachers.demonstrations import Beside, Demonstrations, demonstration_of
+from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.extras.teachers.demonstrations import Beside, Demonstrations, Right, demonstration_of
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.teaching import Imitation
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
-from grpo.rollout.types import Limits
+from grpo.rollout.types import Limits, Sample
 from grpo.system.errors import UserError
 from tasks.calculator import Calculator
 from tasks.gsm8k import GSM8K
@@ -294,3 +295,17 @@ def test_sft_on_the_demo_raises_accuracy_and_resumes_as_it_was(tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
     first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path / "whole") if "eval/accuracy" in row)
     assert last > first + 0.3
+
+
+def test_right_and_whole_samples_are_imitated():
+    """Of a wrong sample, a right one, and a right one that the limit cut short; a group without the second is left out."""
+
+    def sample(correct: bool, truncated: bool = False) -> Sample:
+        return Sample({}, said("4", truncated=truncated), (), Reward(float(correct), correct))
+
+    first, second = [sample(False), sample(True), sample(True, truncated=True)], [sample(False)]
+    groups = SimpleNamespace(select=lambda draw: [first, second])
+    assert Right(groups).select(SimpleNamespace(r=0)) == [[first[1]]]
+    groups.select = lambda draw: [second, [first[2]]]
+    with pytest.raises(UserError, match="rollout 1 has no sample that is right and complete"):
+        Right(groups).select(SimpleNamespace(r=0))
