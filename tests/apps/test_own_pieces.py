@@ -98,7 +98,12 @@ def test_a_sampler_of_ones_own_begins_as_it_was_made():
 
 
 class Half:
+    """A selection that counts what it was asked; the run's own must begin at 0."""
+
+    seen = 0
+
     def select(self, draw):
+        self.seen += 1
         groups = draw.more(draw.prompts)
         rewards = draw.scores(groups).rewards
         assert rewards.tolist() == [[0.0, 1.0]] * 4
@@ -132,7 +137,7 @@ def test_a_selection_that_cannot_work_is_one_line(selection, words):
     config = compose_config("output_dir=.", "rollout.prompts=4", "rollout.group_size=2", "algo.num_minibatches=1")
     plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     assert isinstance(plan, Plan)
-    tried_selection(Half(), plan, ROWS, algorithm, 0)
+    assert tried_selection(half := Half(), plan, ROWS, algorithm, 0) is half and half.seen == 0
     with pytest.raises(UserError, match=rf"^selection \({type(selection).__name__}, .*own_pieces\.py:\d+") as refusal:
         tried_selection(selection, plan, ROWS, algorithm, 0)
     assert words in str(refusal.value)

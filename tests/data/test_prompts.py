@@ -4,6 +4,7 @@ import pytest
 from conftest import EXAMPLES
 
 from grpo.data.prompts import Uniform
+from grpo.data.rows import at, head
 from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
 from grpo.models.pretrained import Pretrained
@@ -76,3 +77,9 @@ def test_long_prompts_are_refused_dropped_or_cut_from_the_left(toy, caplog):
         PromptLimit(too_long="cut")
     with pytest.raises(UserError, match="leaves no room for a prompt"):
         PromptLimit().within(8, 8)
+
+
+def test_a_dotted_name_is_a_column_or_a_place_in_one():
+    row = {"a.b": 1, "a": {"b": 2, "c": 3}}
+    assert [head(name, row) for name in ("a.b", "a.c", "d.e")] == ["a.b", "a", "d"]
+    assert [at(row, name) for name in ("a.b", "a.c", "d.e")] == [1, 3, None]

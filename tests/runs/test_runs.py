@@ -181,3 +181,18 @@ def test_runs_side_by_side(run, tmp_path):
         load(tmp_path)
     with pytest.raises(UserError, match=r"has no metrics\.csv"):
         _ = runs[-1].metrics
+
+
+def test_the_configuration_is_that_of_the_last_change(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    assert Run(tmp_path).config == {"seed": 0}
+    (tmp_path / "config_changes.yaml").write_text("- config: {seed: 1}\n- config: {seed: 2}\n")
+    assert Run(tmp_path).config == {"seed": 2}
+
+
+def test_a_sample_without_a_reward_is_in_no_verdict(tmp_path):
+    """Problem a has one right of two that are graded, problem b was graded nowhere."""
+    samples = {"item": ["a", "a", "a", "b"], "reward": [1.0, 0.0, None, None], "correct": [True, False, False, False]}
+    pd.DataFrame(samples).to_parquet(tmp_path / "samples.parquet")
+    verdicts = Run(tmp_path).verdicts()["accuracy"]
+    assert verdicts["a"] == 0.5 and pd.isna(verdicts["b"])

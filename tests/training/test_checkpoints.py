@@ -85,6 +85,18 @@ def test_a_run_that_is_resumed_has_the_best_of_its_checkpoint(tmp_path, toy, toy
     assert after(resumed, 2, 0.2) == "policy_00001" and after(resumed, 3, 0.35) == "policy_00003"
 
 
+def test_checkpoints_of_an_abandoned_course_are_removed(tmp_path, toy, toy_model):
+    """A run that goes on from 1 meets the checkpoints of 2 and 3, from before: after its own 2 it keeps 1 and 2."""
+    checkpoint = Checkpoint(Pretrained(str(toy)).tokenizer(), str(tmp_path), 4, keep=2)
+    for rollouts in (1, 2, 3):
+        (tmp_path / f"{rollouts:05}.ckpt").mkdir()
+    trainer = SimpleNamespace(is_global_zero=True, save_checkpoint=lambda path: path.mkdir(exist_ok=True))
+    checkpoint.rollouts = 2
+    checkpoint.save(trainer, SimpleNamespace(policy=toy_model))
+    assert sorted(path.name for path in tmp_path.glob("0*.ckpt")) == ["00001.ckpt", "00002.ckpt"]
+    assert (tmp_path / "last.ckpt").resolve().name == "00002.ckpt"
+
+
 class Full(L.Callback):
     """From the second rollout on, the disk takes no file as large as a policy."""
 

@@ -40,6 +40,14 @@ def test_the_scale_by_hand():
     assert resumed.value == 2  # two clean updates in a row are more than the interval of now
 
 
+def test_a_loss_that_is_infinite_does_not_excuse_later_gradients():
+    scale, half = LossScale(LossScaling(8)), nn.Linear(1, 1).half()
+    for loss, value in ((torch.inf, 8), (0.5, 4)):  # the first is not the scale's fault
+        scale.scaled(tensor(loss), half)
+        scale.note(False)
+        assert scale.value == value
+
+
 def test_the_scale_has_a_largest_value():
     scale, half = LossScale(LossScaling(int(LARGEST / 2), growth_interval=1)), nn.Linear(1, 1).half()
     seen = []

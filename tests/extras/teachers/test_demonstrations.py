@@ -298,7 +298,7 @@ def test_sft_on_the_demo_raises_accuracy_and_resumes_as_it_was(tmp_path):
 
 
 def test_right_and_whole_samples_are_imitated():
-    """Of a wrong sample, a right one, and a right one that the limit cut short; a group without the second is left out."""
+    """The first is wrong, the second right, the third right and cut short; a group without a second is left out."""
 
     def sample(correct: bool, truncated: bool = False) -> Sample:
         return Sample({}, said("4", truncated=truncated), (), Reward(float(correct), correct))

@@ -152,6 +152,13 @@ def test_the_start_stays_while_the_policy_moves(toy):
         assert bool(teacher.own()) != lora
 
 
+def test_a_teacher_that_nothing_learns_from_is_refused():
+    with pytest.raises(UserError, match=r"algo\.teacher\.coef=0, so the policy would not learn from the teacher"):
+        Start().check(Teaching(0.0), 1.0)
+    with pytest.raises(UserError, match=r"algo\.teacher\.coef=1.0, but this teacher scores no tokens"):
+        Teacher().check(Teaching(1.0), 1.0)
+
+
 def test_an_adapter_and_a_quantized_model_are_teachers(toy, tmp_path):
     base = fresh(toy)
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
