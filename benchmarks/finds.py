@@ -56,7 +56,7 @@ def record(folder: Path, words: list[str]) -> int:
     costs = folder / f"costs{len(list(folder.glob('costs*.jsonl')))}.jsonl"
     path = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*here, f"--costs={costs}", *words], cwd=ROOT, env=environment).returncode
+    return subprocess.run([*here, "--forks=2", f"--costs={costs}", *words], cwd=ROOT, env=environment).returncode
 
 
 class Map:
