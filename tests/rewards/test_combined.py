@@ -19,12 +19,19 @@ import torch
 from conftest import ROOT
 from helpers.episodes import said
 from hydra.errors import MissingConfigException
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from grpo.config.explain import explain
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.grading import functions
+from grpo.extras.judges.reward_model import positions
 from grpo.rewards.combined import Rewards, as_lists
 from grpo.rewards.resolve import locate
 from grpo.rewards.row_task import RowTask
@@ -530,6 +537,24 @@ def test_a_reward_model_gives_its_logit(judge):
     ids = tokenizer.apply_chat_template([user, answer], return_tensors="pt", return_dict=False)
     (value,) = Classifier(str(judge))(prompts=[[user]], completions=[[answer]])
     assert value == pytest.approx(float(model(ids).logits.detach()[0, 0]), abs=1e-6)
+
+
+def test_a_reward_model_reads_as_many_tokens_as_it_has_positions():
+    """RoBERTa begins to count after the place of padding: of 20 positions it uses 18. Llama has no table of them."""
+    small = {
+        "vocab_size": 9,
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 4,
+    }
+    roberta = RobertaForSequenceClassification(RobertaConfig(**small, max_position_embeddings=20, pad_token_id=1))
+    assert positions(roberta) == 18
+    roberta(torch.full((1, 18), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        roberta(torch.full((1, 19), 5))
+    llama = LlamaConfig(**small, max_position_embeddings=20)
+    assert positions(LlamaForSequenceClassification(llama)) == 20
 
 
 def test_a_reward_model_has_one_label(judge, toy, tmp_path):

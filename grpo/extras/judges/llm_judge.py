@@ -41,6 +41,7 @@ TASKS = {
     "implicit": "Grade the response by all criteria together; 1 is the worst grade.",
     "pairwise": "Compare the two responses by all criteria together.",
 }
+MARKS = " \t*_`\"'."  # around a verdict
 LONGEST_WAIT = 600.0  # seconds that a host may ask for
 UNJUDGED = Reward(math.nan, False, outcome="error")
 
@@ -51,8 +52,8 @@ def verdicts(text: str, labels: Choices) -> list[int] | None:
     places = []
     for label, choices in labels.items():
         lines = re.findall(rf"^\W*{re.escape(label)}\W*:(.*)$", answer, re.MULTILINE | re.IGNORECASE)
-        chosen = [line.strip(" \t*_`\"'.").lower() for line in lines]
-        places += [i for i, choice in enumerate(choices) if chosen == [choice.lower()]]
+        chosen = [line.strip(MARKS).lower() for line in lines]
+        places += [i for i, choice in enumerate(choices) if chosen == [choice.strip(MARKS).lower()]]
     return places if len(places) == len(labels) else None
 
 
@@ -73,6 +74,8 @@ def as_criteria(entries: Any) -> list[dict[str, Any]]:
     with suppress(TypeError, KeyError, AttributeError):
         usual = {"weight": 1.0, "choices": ["no", "yes"]}
         criteria = [usual | ({"text": entry} if isinstance(entry, str) else {**entry}) for entry in entries]
+        for one in criteria:  # YAML reads no and yes as false and true
+            one["choices"] = [("no", "yes")[c] if isinstance(c, bool) else c for c in one["choices"]]
         if all(map(_can_be_graded, criteria)) and any(criterion["weight"] > 0 for criterion in criteria):
             return criteria
     form = "[{text: It is polite., weight: 1, choices: [no, partly, yes]}]"
@@ -81,8 +84,8 @@ def as_criteria(entries: Any) -> list[dict[str, Any]]:
 
 def _can_be_graded(criterion: Mapping[str, Any]) -> bool:
     choices = criterion["choices"]
-    distinct = {choice.lower() for choice in choices}
-    return bool(criterion["text"]) and len(distinct) == len(choices) > 1
+    distinct = {choice.strip(MARKS).lower() for choice in choices}
+    return bool(criterion["text"]) and len(distinct) == len(choices) > 1 and "" not in distinct
 
 
 class Host:

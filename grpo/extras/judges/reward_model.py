@@ -5,10 +5,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from grpo.system.errors import UserError, one_line
 from grpo.system.loading import STRICT, fully_loaded
+
+
+def positions(model: nn.Module) -> int | None:
+    """Return how many tokens a model can read; None if it has no limit. RoBERTa and its like do not use the first positions."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    learned = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
+    unused = next((m.padding_idx + 1 for m in learned if getattr(m, "padding_idx", None) is not None), 0)
+    return most and most - unused
 
 
 class Classifier:
@@ -41,7 +50,7 @@ class Classifier:
         self.tokenizer, config = self.pipe.tokenizer, self.pipe.model.config
         if config.num_labels != 1:
             raise UserError(f"the reward model {path} has {config.num_labels} labels: it must have one, the reward")
-        self.max_length = max_length or getattr(config, "max_position_embeddings", None)
+        self.max_length = max_length or positions(self.pipe.model)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         config.pad_token_id = self.tokenizer.pad_token_id

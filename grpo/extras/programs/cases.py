@@ -145,5 +145,5 @@ def run_case(
     whole = replace(limits, output=limits.disk_mb << 20)  # all that it prints is compared
     result = run(program, whole, unconfined, stdin=case.input)
     wrong = result.passed and not same_output(result.stdout, case.expected)
-    end = result.stdout[-limits.output :]
+    end = result.stdout[-limits.output :] if limits.output else ""
     return replace(result, ending="failed" if wrong else result.ending, stdout=end)

@@ -25,7 +25,7 @@ def extract_program(text: str) -> str | None:
     """
     blocks: dict[bool, str] = {}  # named python? -> the last such block
     opened = None
-    for line in after_thoughts(text).splitlines():
+    for line in re.split(r"\r?\n", after_thoughts(text)):  # a string in a program may have other separators
         fence = _FENCE.fullmatch(line)
         if opened is None:
             if fence:

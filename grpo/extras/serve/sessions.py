@@ -160,6 +160,9 @@ class Handler(BaseHTTPRequestHandler):
     def body(self) -> Any:
         """Return the JSON of a request."""
         length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+            raise NoAnswer("a request has a Content-Length, and comes in one piece", 411)
         if not length.isdecimal() or int(length) > BODY:
             self.close_connection = True  # what follows is not read
             raise NoAnswer(f"a request has a Content-Length of at most {BODY} bytes", 413)

@@ -24,7 +24,7 @@ class Recorded:
         self.path, self.convert, self.lines = path, Conversion(pretrained, renderer), []
         self.tables = sorted(file for file in Path(path, "rollouts").glob("*.parquet") if file.stem.isdigit())
         if not self.tables and Path(path).is_file():
-            lines = enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1)
+            lines = enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)
             samples = ((f"{path}, line {number}", line) for number, line in lines if line.strip())
             self.lines = self.convert.groups(samples)
         if not self.tables and not self.lines:

@@ -84,6 +84,15 @@ def test_verdicts_are_one_choice_for_each_label_after_the_reasoning():
     assert verdicts("<think>1: no\n12: no</think>\n**1**: Partly.\n 12 : `yes`", asked) == [1, 1]
     for bad in ("1: yes", "1: yes\n1: no\n12: no", "1: maybe\n12: no", "<think>1: yes\n12: no", ""):
         assert verdicts(bad, asked) is None, bad
+    assert verdicts("1: 'Yes.'", {"1": ["no.", "Yes."]}) == [1]
+
+
+def test_choices_of_a_yaml_file_are_words():
+    """YAML reads no and yes as false and true."""
+    (criterion,) = as_criteria([{"text": "It is polite.", "choices": [False, "partly", True]}])
+    assert criterion["choices"] == ["no", "partly", "yes"]
+    with pytest.raises(UserError, match="two choices or more"):
+        as_criteria([{"text": "It is polite.", "choices": ["Good", "good."]}])
 
 
 def test_the_score_of_a_rubric():

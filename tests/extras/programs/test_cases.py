@@ -10,9 +10,9 @@ from helpers.attempts import confinable
 from helpers.episodes import said
 from helpers.rows import write
 
-from grpo.extras.programs.cases import Case, cases_of, same_output
+from grpo.extras.programs.cases import Case, cases_of, run_case, same_output
 from grpo.extras.programs.programs import code_verdict
-from grpo.extras.programs.sandbox import ProgramLimits, run_program
+from grpo.extras.programs.sandbox import ProgramLimits, Result, run_program
 from grpo.system.errors import UserError
 from tasks.code import Cases
 
@@ -154,3 +154,12 @@ def test_a_row_whose_cases_cannot_be_read_is_refused_at_the_start(tmp_path):
     task = Cases(str(tmp_path), "question", ["inputs", "outputs"])
     assert task.columns(task.examples("train")[0])["cases"] == [Case("1", "1")]
     assert "reads standard input" in task.messages(task.examples("train")[0])[0].content
+
+
+@pytest.mark.parametrize(("kept", "shown"), [(0, ""), (2, "23"), (9, "123")])
+def test_the_end_of_what_a_program_prints_is_kept(kept, shown):
+    def run(*_, **__):
+        return Result("passed", "123", "", 0.0, ())
+
+    result = run_case("print(123)", Case(input="", expected="123"), ProgramLimits(output=kept), run=run)
+    assert (result.ending, result.stdout) == ("passed", shown)

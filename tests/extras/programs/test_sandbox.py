@@ -103,6 +103,7 @@ def test_the_last_python_block_after_the_thoughts_counts():
     assert extract_program("```python\na = 1\n```\n```python\nb = 2\n```") == "b = 2\n"
     assert extract_program("```python\na = 1\n```\nwhich prints\n```\n1\n```") == "a = 1\n"
     assert extract_program("```\na = 1\n```\n```text\n1\n```") == "a = 1\n"
+    assert extract_program("```python\r\na = 'x\u2028y'\r\n```") == "a = 'x\u2028y'\n"
     assert extract_program("```py\nx\n```</think>```") is None
     assert extract_program("<think>```python\nx</think>\n```Python\r\ny\r\n```") == "y\n"
     assert extract_program("1. so:\n   ```python\n   if a:\n       b\n   ```") == "if a:\n    b\n"

@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.demo.demo_model import make_model, make_tokenizer
-from grpo.extras.serve.sessions import NoAnswer, posted
+from grpo.extras.serve.sessions import Handler, NoAnswer, posted
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
@@ -424,3 +425,10 @@ def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
     assert len(samples) == 4 and samples["reward"].tolist() == samples["completion"].str.len().tolist()
     assert samples["reward/letters"].tolist() == [len(set(text)) for text in samples["completion"]]
     assert set(samples["end"]) <= set(ENDED)
+
+
+def test_a_body_in_pieces_is_refused_and_what_follows_is_not_read():
+    request = SimpleNamespace(headers={"Transfer-Encoding": "chunked"}, close_connection=False)
+    with pytest.raises(NoAnswer, match="has a Content-Length") as error:
+        Handler.body(request)
+    assert error.value.status == 411 and request.close_connection

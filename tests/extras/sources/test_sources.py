@@ -141,7 +141,8 @@ def test_groups_of_unequal_size_are_a_rectangle_with_unknown_rewards(convert):
 
 def test_a_file_of_groups_is_read_on_and_begins_again(toy, tmp_path):
     file = tmp_path / "samples.jsonl"
-    file.write_text("\n".join(json.dumps(given(group=g, reward=float(g), finish="stop")) for g in range(3)))
+    lines = [given(group=f"{g}\u2028", reward=float(g), finish="stop") for g in range(3)]  # it ends no line of JSON
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
     pretrained = Pretrained(str(toy))
     source = Recorded(pretrained, TokenizerRenderer(pretrained.tokenizer()), str(file))
     assert [[group[0].reward.value for group in source.groups(r, 2, 0, None)] for r in range(3)] == [

@@ -63,7 +63,8 @@ class Atropos:
             samples = [sample for p, item in enumerate(items) for sample in samples_of(p, item)]
         groups = self.convert.groups(samples)
         turns = [turn for group in groups for sample in group for turn in sample.turns]
-        age = fmean(r - version for turn in turns for version in turn.completion.versions or (math.nan,))
+        ages = [r - version for turn in turns for version in turn.completion.versions or (math.nan,)]
+        age = fmean(ages) if ages else math.nan
         self.metrics = {} if math.isnan(age) else {"rollout/staleness": age}
         return groups
 
