@@ -76,9 +76,14 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
-    """Return every logged value of a metric as a table with the columns arm, seed, rollouts, value."""
-    every = [(label, run) for label, members in arms(runs).items() for run in members]
-    values = [(label, run.seed, *point) for label, run in every for point in run.curve(metric).items()]
+    """Return every logged value of a metric as a table with the columns arm, seed, rollouts, value. Runs of an arm that have one
+    seed are told apart by their folders."""
+    values = []
+    for label, members in arms(runs).items():
+        seeds = [run.seed for run in members]
+        for run in members:
+            seed = run.seed if seeds.count(run.seed) == 1 else f"{run.seed}, {run.folder.name}"
+            values += [(label, seed, *point) for point in run.curve(metric).items()]
     return pd.DataFrame(values, columns=["arm", "seed", "rollouts", "value"])
 
 

@@ -44,6 +44,7 @@ def index(folder: Path) -> str:
         if run.evaluates:
             accuracy = run.saved("metrics.json", json.loads).get("eval/accuracy", {})
             policy = run.config["model"]["path"]
+            policy = policy if isinstance(policy, str) else policy["_target_"]  # what makes it
             evaluations.append(line | {"of": policy, "problems": accuracy.get("n"), "accuracy": accuracy.get("value")})
             continue
         line |= {"link": quote(f"/{path}/report.html"), "status": run.status if run.config else "sweep"}

@@ -20,7 +20,7 @@ from grpo.extras.report import plain, write_report
 from grpo.extras.report.callback import Report
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.run import evenly, run_title
-from grpo.extras.report.runs import arms
+from grpo.extras.report.runs import arms, curves
 from grpo.extras.report.serve import index, serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -452,14 +452,25 @@ def test_a_folder_says_what_differs_and_which_are_evaluations(tmp_path):
         settings.write_text(settings.read_text().replace("seed: 0", f"seed: {more['seed']}", 1))
     evaluation = tmp_path / "runs" / "eval"
     evaluation.mkdir()
+    made = tmp_path / "runs" / "made"
+    shutil.copytree(evaluation, made)
+    (made / "config.yaml").write_text("{model: {path: {_target_: grpo.make}}, compare: null}")
+    (made / "metrics.json").write_text("{}")
     (evaluation / "config.yaml").write_text("{model: {path: a/checkpoints/best}, compare: null}")
     (evaluation / "metrics.json").write_text('{"eval/accuracy": {"value": 0.25, "low": 0.1, "high": 0.5, "n": 4}}')
     data = json.loads(index(tmp_path / "runs").partition('id="data">')[2].partition("</script>")[0])
     assert data["name"] == f"All runs in {tmp_path}/runs"
     told = [(run["name"], run["arm"], run["seed"], run["status"]) for run in data["runs"]]
     assert told == [("b", "algo=dapo", "1", "finished"), ("a", "algo=grpo", "0", "finished")]
-    (one,) = data["evaluations"]
-    assert one == {"name": "eval", "started": None, "of": "a/checkpoints/best", "problems": 4, "accuracy": 0.25}
+    made, one = sorted(data["evaluations"], key=lambda each: each["name"], reverse=True)
+    assert made["of"] == "grpo.make"
+    assert one == {
+        "name": "eval",
+        "started": None,
+        "of": "a/checkpoints/best",
+        "problems": 4,
+        "accuracy": 0.25,
+    }
     with pytest.raises(
         UserError, match=f"{evaluation} is an evaluation, which has no page: its numbers are in metrics"
     ):
@@ -477,6 +488,8 @@ def test_a_run_as_it_comes_is_an_arm_of_its_own(tmp_path):
         "default": ["a"],
         "algo=dapo": ["b", "c"],
     }
+    found = curves([Run(tmp_path / name) for name in "bc"], "eval/accuracy")  # their configurations have one seed
+    assert {*found["seed"]} == {"0, b", "0, c"} and not found.duplicated(["seed", "rollouts"]).any()
 
 
 def test_a_title_names_the_file_of_the_rows(tmp_path):
