@@ -44,6 +44,7 @@ CALLS = [
 ]
 spent = 0.0  # when the phase began
 file = ""  # that the latest test is in
+commands = ""  # the file in which helpers/programs.py tells what commands took
 
 
 def seconds() -> float:
@@ -65,8 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global commands
     if config.option.costs or config.option.budget:
-        os.environ["COSTS_OF_COMMANDS"] = tempfile.mkstemp(suffix=".jsonl")[1]  # helpers/programs.py writes it
+        os.environ["COSTS_OF_COMMANDS"] = commands = tempfile.mkstemp(suffix=".jsonl")[1]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -133,9 +135,9 @@ def numbers(phase: dict) -> dict[str, float]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail a session that passed if a room is over its budget; each such room is a line."""
     config = session.config
-    if file := os.environ.pop("COSTS_OF_COMMANDS", None):
-        PHASES.extend(json.loads(line) for line in Path(file).read_text().splitlines())
-        Path(file).unlink()
+    if commands:  # not the file of a suite that has started this one
+        PHASES.extend(json.loads(line) for line in Path(commands).read_text().splitlines())
+        Path(commands).unlink()
     if config.option.budget and exitstatus == pytest.ExitCode.OK:
         slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
         for room, sums in by_room().items():
