@@ -78,9 +78,9 @@ def test_a_flaky_test_alone_does_not_fail_the_suite_and_children_are_counted(sui
 
 
 def test_a_suite_that_a_test_starts_leaves_the_costs_of_commands_to_the_first_one(suite, tmp_path, monkeypatch):
-    (tmp_path / "told.jsonl").write_text("")
-    monkeypatch.setenv("COSTS_OF_COMMANDS", str(tmp_path / "told.jsonl"))
-    assert "1 passed" in suite("-k", "computes").communicate()[0] and (tmp_path / "told.jsonl").exists()
+    (tmp_path / "kept.jsonl").write_text("")
+    monkeypatch.setenv("COSTS_OF_COMMANDS", str(tmp_path / "kept.jsonl"))
+    assert "1 passed" in suite("-k", "computes").communicate()[0] and (tmp_path / "kept.jsonl").exists()
 
 
 def test_a_room_over_its_budget_fails_the_suite(suite, tmp_path):
