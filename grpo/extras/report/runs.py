@@ -77,7 +77,7 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
 
 def curves(runs: Iterable[Run], metric: str) -> pd.DataFrame:
     """Return every logged value of a metric as a table with the columns arm, seed, rollouts, value. Runs of an arm that have one
-    seed are told apart by their folders."""
+    seed have the folder in it."""
     values = []
     for label, members in arms(runs).items():
         seeds = [run.seed for run in members]
