@@ -16,6 +16,8 @@ from grpo.rollout.draw import Everything
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 from grpo.system.seeds import everything, set_everything
+from grpo.training.callbacks.evaluation import EvaluationCallback
+from grpo.training.callbacks.measure import Recorder
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.optimization import Optimization, set_changed, settings_of
 from grpo.training.schedule import schedule as of_run
@@ -192,3 +194,15 @@ def test_the_generators_begin_with_a_new_seed():
         torch.manual_seed(1)
         set_everything({}, saved, same)
         assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_resumed_run_knows_its_accuracy_what_it_owes_and_its_step():
+    """The manifest has the accuracy before the next evaluation; numbers noted at the end have the step of the last rollout."""
+    evaluation, recorder = EvaluationCallback(None, None, {}), Recorder()
+    evaluation.accuracy, evaluation.owed, recorder.step = 0.5, {"rollout/reward": 1.0}, 3
+    resumed, anew = EvaluationCallback(None, None, {}), Recorder()
+    resumed.load_state_dict(evaluation.state_dict())
+    anew.load_state_dict(recorder.state_dict())
+    assert (resumed.accuracy, resumed.owed, anew.step) == (0.5, {"rollout/reward": 1.0}, 3)
+    resumed.load_state_dict({"owed": {}})  # as runs before this one wrote it
+    assert resumed.accuracy is None
