@@ -26,6 +26,12 @@ IDLE = {  # keys, or beginnings of keys, by the one without which they do nothin
 }
 
 
+INSTEAD = {  # keys that do nothing beside another one that has a value
+    "optim.schedule.num_warmup_steps": "optim.warmup_ratio",
+    "rollout.num_rollouts": "rollout.epochs",
+}
+
+
 def not_in_effect(config: DictConfig, arguments: Sequence[str]) -> Iterator[str]:
     """Yield a line for each value of the command line that does nothing: of an option, where a task, a recipe or an experiment
     sets it too, and of a key beside one that is off. And one for a learning rate of AdamW's that another optimizer takes."""
@@ -39,8 +45,9 @@ def not_in_effect(config: DictConfig, arguments: Sequence[str]) -> Iterator[str]
         for other, keys in IDLE.items():
             if place != other and place.startswith(keys) and place in values and not values.get(other, True):
                 yield f"{word} has no effect while {other}={literal(values[other])}"
-        if place == "optim.schedule.num_warmup_steps" and values.get("optim.warmup_ratio") is not None:
-            yield f"{word} has no effect while optim.warmup_ratio={literal(values['optim.warmup_ratio'])}"
+        other = INSTEAD.get(place)
+        if values.get(other) is not None:
+            yield f"{word} has no effect while {other}={literal(values[other])}"
         file = CONF / f"{word.lstrip('+').replace('=', '/')}.yaml"
         if not file.is_file():
             continue

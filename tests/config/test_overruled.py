@@ -50,10 +50,16 @@ def test_a_value_of_an_option_that_an_experiment_replaces_is_named():
     assert lines("algo=dapo", "algo/kl=loss", "adapter=lora") == []
 
 
-def test_a_warm_up_in_steps_beside_one_in_shares_is_named():
-    (line,) = lines("recipe=one_gpu", "optim.schedule.num_warmup_steps=10")
-    assert line == "optim.schedule.num_warmup_steps=10 has no effect while optim.warmup_ratio=0.03"
-    assert lines("recipe=one_gpu", "optim.warmup_ratio=null", "optim.schedule.num_warmup_steps=10") == []
+@pytest.mark.parametrize(
+    ("setting", "word", "other"),
+    [
+        ("recipe=one_gpu", "optim.schedule.num_warmup_steps=10", "optim.warmup_ratio=0.03"),
+        ("rollout.epochs=0.5", "rollout.num_rollouts=10", "rollout.epochs=0.5"),
+    ],
+)
+def test_a_key_in_place_of_which_another_one_counts_is_named(setting, word, other):
+    assert lines(setting, word) == [f"{word} has no effect while {other}"]
+    assert lines(setting, f"{other.partition('=')[0]}=null", word) == []
 
 
 @pytest.mark.parametrize(

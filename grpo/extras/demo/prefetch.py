@@ -26,10 +26,8 @@ def main(arguments: Sequence[str]) -> None:
     config = composed("train", [*arguments, "output_dir=."])
     check_values(config)
     task, pretrained = instantiate(config.task), instantiate(config.model)
-    for split in ("train", config.eval.split):
-        print(f"{split}: {plural(len(task.examples(split)), 'example')}")
-    for name, settings in (config.eval.sets or {}).items():
-        print(f"{name}: {plural(len(instantiate(settings.task).examples(config.eval.split)), 'example')}")
+    for name, (source, split) in instantiate(config.eval).loaded(task).items():
+        print(f"{name}: {plural(len(source.examples(split)), 'example')}")
     pretrained.tokenizer()
     pretrained.model(mapped=True)  # complete, but in its files
     home = shlex.quote(os.environ["HF_HOME"]) if "HF_HOME" in os.environ else "~/.cache/huggingface"

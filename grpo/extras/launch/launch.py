@@ -81,12 +81,8 @@ def launch_file(kind: str, overrides: Sequence[str], folder: Path) -> str:
     check_values(config)
     check_deployment(config, kind)
     deployment, trainer = OmegaConf.to_container(config.deployment), config.trainer
-    others = (
-        FOLDER,
-        "resume=",
-        *(["engine.urls="] if deployment["server_nodes"] else []),
-    )  # the file sets these itself
-    words = [word for word in overrides if not word.startswith(others)]
+    ours = [FOLDER, "resume=", *["engine.urls="] * bool(deployment["server_nodes"])]  # the file has its own
+    words = [word for word in overrides if not word.startswith(tuple(ours))]
     if kind == "skypilot":
         rented = skypilot_values(config, words, folder, ROOT)
         return filled(kind, deployment | {"folder": str(folder)} | rented)
