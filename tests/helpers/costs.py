@@ -25,16 +25,14 @@ BUDGET = {
     "models": 14, "objectives": 13, "programs": 25, "rewards": 4, "rollout": 6, "runs": 4, "system": 13, "tasks": 8,
     "tests": 24, "training": 18, "vllm_engines": 3, "extras/ahead": 20, "extras/critic": 4, "extras/datasets": 3,
     "extras/health": 3, "extras/terminal": 10, "extras/demo": 5, "extras/devices": 3, "extras/early_stopping": 3,
-    "extras/export": 4, "extras/grading": 5, "extras/judges": 4, "extras/kernels": 8, "extras/launch": 10,
-    "extras/losses": 3, "extras/migration": 7, "extras/optimizers": 3, "extras/preflight": 19, "extras/programs":
-    10, "extras/quantized": 3, "extras/report": 3, "extras/selection": 3, "extras/serve": 19,
+    "extras/export": 4, "extras/grading": 5, "extras/judges": 4, "extras/kernels": 8, "extras/launch": 10, "extras/network": 3,
+    "extras/losses": 3, "extras/migration": 7, "extras/optimizers": 3, "extras/preflight": 19, "extras/programs": 10,
+    "extras/quantized": 3, "extras/report": 3, "extras/selection": 3, "extras/serve": 19,
     "extras/shared_weights": 3, "extras/sources": 3, "extras/sweep": 6, "extras/teachers": 27, "extras/tools": 8,
     "extras/trackers": 7, "extras/vllm_server": 8, "extras/workers": 4,
 }  # fmt: skip
 PACE = 0.0140
-NOISE = (
-    2.0  # the pace does not explain it: the same tests took 0.9 to 1.7 times their budget elsewhere, at the same pace
-)
+NOISE = 2.0  # the pace does not explain it: at one pace the same tests took 0.9 to 1.7 times their budget
 PHASES: list[dict] = []  # a line of the file for each phase of each test
 COUNTS: Counter[str] = Counter()  # of this process
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")

@@ -1,0 +1,46 @@
+"""Ports that are taken, and processes that end with their parent."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from grpo.extras.network.child import start, stop
+from grpo.extras.network.ports import check_port, family, holder
+from grpo.system.errors import UserError
+
+WAITS = [sys.executable, "-c", "import time\nprint('begun', flush=True)\ntime.sleep(600)"]
+
+
+def test_a_port_that_is_taken_names_its_holder():
+    """Two processes listen: each port has its own."""
+    other = "import socket, time\ns = socket.create_server(('127.0.0.1', 0))\n"
+    other += "print(s.getsockname()[1], flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            theirs = int(process.stdout.readline())
+            with socket.create_server(("127.0.0.1", 0)) as ours:
+                mine = ours.getsockname()[1]
+                assert f"(pid {os.getpid()}, " in holder(mine) and f"(pid {process.pid}, " in holder(theirs)
+                with pytest.raises(UserError, match=rf"port={theirs} is held by .*pid {process.pid}"):
+                    check_port("127.0.0.1", theirs)
+            check_port("127.0.0.1", mine)  # it is free again
+        finally:
+            process.kill()
+    assert [family(host) for host in ("::1", "fe80::2", "127.0.0.1", "host")] == [
+        *[socket.AF_INET6] * 2,
+        *[socket.AF_INET] * 2,
+    ]
+
+
+def test_commands_have_sessions_of_their_own_and_have_ended_when_stop_returns():
+    guards = [start(WAITS, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [guard.stdout.readline() for guard in guards] == [b"begun\n"] * 2
+    children = [child for guard in guards for child in psutil.Process(guard.pid).children()]
+    assert len(children) == 2 and os.getsid(0) not in {os.getsid(process.pid) for process in [*guards, *children]}
+    stop(iter(guards))
+    assert all(guard.poll() is not None for guard in guards)
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
