@@ -13,6 +13,7 @@ seconds, as they were recorded, leaves out: see Map.choose.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -36,6 +37,7 @@ core = ctrace
 context = ${{PYTEST_CURRENT_TEST-}}
 patch = _exit, fork, subprocess
 """
+PHASE = re.compile(r" \((setup|call|teardown)\)$")  # of a test, after its name in $PYTEST_CURRENT_TEST
 FAULT = 20  # a fault that is killed counts as so many lines that are run
 
 
@@ -82,7 +84,7 @@ class Map:
         for name in data.measured_files():
             at = self.runs[str(Path(name).relative_to(ROOT))]
             for line, contexts in data.contexts_by_lineno(name).items():
-                at[line].update(context.rpartition("|")[2].removesuffix(" (call)") for context in contexts)
+                at[line].update(PHASE.sub("", context) for context in contexts)
 
     def near(self, fault: "Fault", items: Sequence[pytest.Item]) -> list[pytest.Item]:
         """Return the tests that run a fault's statement, those of its room first, then the cheapest first."""
@@ -106,14 +108,6 @@ class Map:
             for test in tests:
                 found[test].add(fault)
         return {test: found[test] for test in self.seconds}
-
-    def alone(self) -> dict[str, Counter[bool]]:
-        """Return how many lines (False) and faults (True) only this test finds, by test."""
-        found = self.finds()
-        times = Counter(each for finds in found.values() for each in finds)
-        return {
-            test: Counter(isinstance(each, str) for each in finds if times[each] == 1) for test, finds in found.items()
-        }
 
     def choose(self, seconds: float, cheap: float) -> list[str]:
         """Return the tests that a suite of so many CPU seconds leaves out.
@@ -146,12 +140,14 @@ class Map:
 
 def show(seen: Map, words: Sequence[str]) -> None:
     """Print what each test takes and finds, dearest first."""
-    found, alone = seen.finds(), seen.alone()
+    found = seen.finds()
+    times = Counter(each for finds in found.values() for each in finds)
     print(f"{'CPU s':>8}{'lines':>8}{'alone':>8}{'faults':>8}{'alone':>8}")
     for test, cost in seen.seconds.most_common():
         if not words or any(word in test for word in words):
-            kinds = Counter(isinstance(each, str) for each in found[test])
-            print(f"{cost:8.2f}{kinds[False]:8}{alone[test][False]:8}{kinds[True]:8}{alone[test][True]:8}  {test}")
+            kinds = Counter(isinstance(each, str) for each in found[test])  # False: lines, True: faults
+            alone = Counter(isinstance(each, str) for each in found[test] if times[each] == 1)
+            print(f"{cost:8.2f}{kinds[False]:8}{alone[False]:8}{kinds[True]:8}{alone[True]:8}  {test}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Plant the faults of mutants.yaml one by one, and see whether the tests near them fail: what the tests can find, as a number.
 
-    python benchmarks/mutants.py [--map=FOLDER] [--part=1/2] [WORD ...]
+    python benchmarks/mutants.py [--slow] [--map=FOLDER] [--part=1/2] [WORD ...]
 
-WORD: only faults whose place or fault has one of these words. The tests are imported and collected once. Each fault is planted in
-the memory of a fork, where the functions that it changes get their new code: it costs the tests that it takes to find it, and no
-file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives that is not called equivalent.
+--slow: also on slow tests. WORD: only faults whose place or fault has one of these words. The tests are imported and collected
+once. Each fault is planted in the memory of a fork, where the functions that it changes get their new code: it costs the tests
+that it takes to find it, and no file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives
+that is not called equivalent.
 
 With a folder that `benchmarks/finds.py record` has filled, the tests of a fault are those that run its lines, cheapest first, and
 go on after the first that fails while they are cheap: what each of them finds is added to the folder.
@@ -61,11 +62,14 @@ class Fault:
 
     @property
     def room(self) -> str:
-        return folder(self.file).removeprefix("tests/")
+        """The folder of the file's room in tests/."""
+        return "/".join(Path(self.file.removeprefix("grpo/")).parts[: 2 if "/extras/" in self.file else 1])
 
     def near(self, item: pytest.Item) -> bool:
         """Return whether a test is one of those near the fault."""
         file, _, name = item.nodeid.partition("::")
+        if not self.tests:
+            return file.rpartition("/")[0] == f"tests/{self.room}"
         words = (word.partition("::") for word in self.tests.split())
         return LEFT_OUT not in name and any(file == place and part in name for place, _, part in words)
 
@@ -95,32 +99,19 @@ class Fault:
 def faults() -> list[Fault]:
     """Return the faults of the table. Raises ValueError for one that does not fit the code."""
     table = yaml.load(TABLE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    found = [
-        Fault(file, **{"tests": at.get("tests") or room(file), **one})
-        for file, at in table.items()
-        for one in at["faults"]
-    ]
+    found = [Fault(file, **{"tests": at.get("tests", ""), **one}) for file, at in table.items() for one in at["faults"]]
     for one in found:
         if (count := (ROOT / one.file).read_text(encoding="utf-8").count(one.old)) != 1:
             raise ValueError(f"{one.name}: the old text occurs {count} times, not once: {one.old}")
-        if missing := [file for file in files([one]) if not (ROOT / file).is_file()]:
+        if missing := [file for file in files([one]) if not (ROOT / file).exists()]:
             raise ValueError(f"{one.name}: there is no {missing[0]}")
     return found
 
 
-def room(file: str) -> str:
-    """Return the files of the tests of a file's room."""
-    return " ".join(sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder(file)).glob("test_*.py")))
-
-
-def folder(file: str) -> str:
-    """Return the folder of the tests of a file's room."""
-    return "/".join(["tests", *Path(file.removeprefix("grpo/")).parts[: 2 if "/extras/" in file else 1]])
-
-
 def files(chosen: Sequence[Fault]) -> list[str]:
-    """Return the files of the tests that the faults need."""
-    return list(dict.fromkeys(word.partition("::")[0] for one in chosen for word in one.tests.split()))
+    """Return the files of the tests that the faults need; a folder where a fault names none."""
+    named = ((one.tests or f"tests/{one.room}").split() for one in chosen)
+    return list(dict.fromkeys(word.partition("::")[0] for words in named for word in words))
 
 
 def functions(code: CodeType) -> Iterator[CodeType]:
@@ -153,6 +144,7 @@ class Trial:
     def __init__(self, chosen: Sequence[Fault], folder: Path, seen: "Map | None" = None) -> None:
         self.chosen, self.folder, self.seen, self.lost = chosen, folder, seen, 0
         self.failed: list[str] = []
+        self.sound: dict[str, bool] = {}  # tests of a map that have failed with a fault: whether they pass without
         self.live: dict[tuple, list[FunctionType]] = defaultdict(list)  # the functions in memory, by their place
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -168,19 +160,20 @@ class Trial:
 
         self.find()
         programs.server()  # one for all forks
-        seconds, finders, broken = 0.0, Counter(), set()
+        seconds, finders = 0.0, Counter()
         if not self.seen:
             needed = [item for item in session.items if any(one.near(item) for one in self.chosen)]
             found, seconds = self.fork(needed, None)
             print(f"\n{len(needed)} tests without a fault: {found or 'all pass'}, {seconds:.0f} CPU s\n", flush=True)
-            self.lost, broken = len(found), {*found}
+            self.lost = len(found)
         rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-        for one in [] if broken else self.chosen:
+        for one in [] if self.lost else self.chosen:
             near = self.seen.near(one, session.items) if self.seen else list(filter(one.near, session.items))
             if not self.seen:
                 near.sort(key=lambda item: -finders[item.nodeid])  # what has found a fault may find the next one soon
             planted = one.codes() and near and all(self.live[place(old)] for old, _ in one.codes())
             found, more = self.fork(near, one) if planted else ([], 0.0)
+            found = [test for test in found if not self.seen or self.passes(test, near)]
             verdict = found[0] if found else one.equivalent or "SURVIVED"
             if not planted:
                 verdict = "WRONG: it changes no function in memory, or no test runs it"
@@ -210,6 +203,12 @@ class Trial:
                 self.live[place(each.__code__)].append(each)
         gc.freeze()  # a fork that collects garbage would copy all of it
 
+    def passes(self, test: str, items: Sequence[pytest.Item]) -> bool:
+        """Return whether a test passes without a fault, which is tried once."""
+        if test not in self.sound:
+            self.sound[test] = not self.fork([item for item in items if item.nodeid == test], None)[0]
+        return self.sound[test]
+
     def plant(self, one: Fault) -> None:
         """Give the functions that the fault changes their new code."""
         for old, new in one.codes():
@@ -223,8 +222,9 @@ class Trial:
             if not (child := os.fork()):
                 try:
                     self.play(items, one, Path(told.name))
-                finally:  # nothing may go on in this process
-                    os._exit(0)
+                except BaseException:  # nothing may go on in this process
+                    os._exit(1)
+                os._exit(0)
             begun = time.monotonic()
             while not (ended := os.wait4(child, os.WNOHANG))[0]:
                 time.sleep(0.02)
@@ -262,6 +262,7 @@ class Trial:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--slow", action="store_true", help="also on slow tests; with a map always")
     parser.add_argument("--map", type=Path, metavar="FOLDER")
     parser.add_argument("--part", default="1/1", metavar="1/2", help="only every second fault, from the first")
     given = parser.parse_args(words)
@@ -282,8 +283,8 @@ def main(words: list[str]) -> int:
             (folder / path.name).symlink_to(path)
         trial = Trial(chosen, folder, seen)
         plain = ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={temporary}/tests"]
-        tests = ["-m", "not nightly and not vllm"] if seen else files(chosen)
-        code = pytest.main([*plain, *tests], [trial])
+        marked = ["-m", "not nightly and not vllm"] if given.slow or seen else []
+        code = pytest.main([*plain, *marked, *([] if seen else files(chosen))], [trial])
     return int(bool(code or trial.lost))
 
 
