@@ -63,14 +63,16 @@ class Job:
             return 0
 
     def arguments(self) -> list[str]:
-        """Return the arguments for the job's process. It resumes from its checkpoint if it has one.
+        """Return the arguments for the job's process. It resumes from its checkpoint if it has one, or ends at once if that is
+        the last one and no evaluation is left.
 
         A run without a checkpoint starts anew: its folder is moved to the sweep's folder `stopped`.
         """
-        # train.py refuses a checkpoint after the last rollout
-        if has_checkpoint(self.folder) and self.step < self.rollouts:
-            others = [override for override in self.overrides if not override.startswith("ckpt_path=")]
-            return [*others, f"ckpt_path={literal(self.folder)}"]
+        if has_checkpoint(self.folder):
+            others = [
+                override for override in self.overrides if not override.startswith(("ckpt_path=", "resume.auto="))
+            ]
+            return [*others, f"ckpt_path={literal(self.folder)}", "resume.auto=true"]
         if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder
             stopped = self.folder.parent / "stopped" / self.folder.name
             shutil.rmtree(stopped, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_a_second_call_runs_what_is_not_finished(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_job_goes_on_from_its_checkpoint_unless_it_was_the_last(tmp_path):
+def test_a_job_goes_on_from_its_checkpoint_and_without_one_it_starts_anew(tmp_path):
     folder = tmp_path / "0, a"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "00002.ckpt").mkdir()
@@ -102,8 +103,9 @@ def test_a_job_goes_on_from_its_checkpoint_unless_it_was_the_last(tmp_path):
     # the last row is cut short
     (folder / "metrics.csv").write_text("reward,step\n0.5,1\n0.5,2\n0.")
     assert job.step == 2
-    assert job.arguments() == ["seed=1", f"ckpt_path='{folder}'"]
-    assert Job(0, folder, ["seed=1"], "", rollouts=2).arguments() == ["seed=1"] and not folder.exists()
+    assert job.arguments() == ["seed=1", f"ckpt_path='{folder}'", "resume.auto=true"]
+    shutil.rmtree(folder / "checkpoints")
+    assert job.arguments() == ["seed=1", "ckpt_path=x"] and not folder.exists()
 
 
 def test_places():
@@ -253,6 +255,14 @@ def test_a_sweep_that_is_killed_is_gone_on_with(smoke, tmp_path):
     assert (folder / "0/metrics.csv").stat().st_mtime_ns == before
     assert [status(folder / name) for name in "02"] == ["finished"] * 2 and (folder / "multirun.yaml").exists()
     assert f"resuming {folder}/2\n" in (folder / "2/output.txt").read_text()
+
+    # job 0 was killed after its last checkpoint
+    (folder / "0/manifest.json").write_text(
+        json.dumps(json.loads((folder / "0/manifest.json").read_text()) | {"status": "running"})
+    )
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT)
+    assert (folder / "0/metrics.csv").stat().st_mtime_ns == before and status(folder / "0") == "finished"
+    assert not (folder / "stopped/0").exists()
 
     own = [
         override
