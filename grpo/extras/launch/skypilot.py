@@ -12,6 +12,7 @@ from grpo.system.errors import UserError
 
 BUCKET = "/grpo-runs"  # where a bucket is mounted on the rented machine
 FILES = "/tmp/grpo-files"  # where the files go that overrides name
+PLACE = re.compile(r"(^|[\[{,:'\"])(\s*)([\w.~+/-]+)(?=\s*($|[\]},:'\"]))")  # a value or an item, not a word of a text
 TRACKERS = ("wandb", "mlflow", "trackio")  # each needs the extra of its name
 
 
@@ -58,18 +59,19 @@ def with_file(word: str, project: Path, mounts: dict[str, Any]) -> str:
     or, if it is not part of that, noted in `mounts`, from its place there to its place here."""
 
     def place(match: re.Match) -> str:
-        here = Path(match[0]).expanduser()
-        if not ("/" in match[0] or here.suffix) or not here.exists():
+        before, named = match[1] + match[2], match[3]
+        here = Path(named).expanduser()
+        if not here.name or not ("/" in named or here.suffix) or not here.exists():
             return match[0]
         here = here.resolve()
         if here.is_relative_to(project) and not ignored(here, project):
-            return str(here.relative_to(project))
+            return before + str(here.relative_to(project))
         there = f"{FILES}/{len(mounts)}/{here.name}"
         mounts[there] = str(here)
-        return there
+        return before + there
 
     key, equals, value = word.partition("=")
-    return key + equals + re.sub(r"[\w.~+/-]+", place, value)
+    return key + equals + PLACE.sub(place, value)
 
 
 def ignored(file: Path, project: Path) -> bool:

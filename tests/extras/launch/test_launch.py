@@ -105,14 +105,14 @@ def rented(*overrides: str, folder: Path = FOLDER) -> dict:
 
 
 def test_a_rented_machine_gets_the_project_and_the_files_that_an_override_names(tmp_path, monkeypatch):
-    """Also a text of two lines, which must not end the script."""
+    """Also a text of two lines, which must not end the script, and in which slashes and tags are no files."""
     monkeypatch.setenv("WANDB_TEAM", "me")
     monkeypatch.chdir(ROOT)
     (rows_file := tmp_path / "rows.jsonl").write_text("{}")
     words = [
         f"task.path={rows_file}",
         "task.rewards=[tests/helpers/slots.py:one,format]",
-        "task.template='a\nb {prompt}'",
+        "task.template='a\nb {prompt} in </home>: / or /tmp'",
     ]
     more = ["logger=wandb", "logger.wandb.project=${oc.env:WANDB_TEAM}", "deployment.setup=[uv pip install pint]"]
     task = rented(
@@ -124,7 +124,10 @@ def test_a_rented_machine_gets_the_project_and_the_files_that_an_override_names(
     assert task["setup"].endswith("uv pip install -e '.[vllm,wandb]'\nuv pip install pint\n")
     script = checked(task["run"], tmp_path, "error")
     assert "task.path=/tmp/grpo-files/0/rows.jsonl" in script and "[tests/helpers/slots.py:one,format]" in script
-    assert "a\nb {prompt}" in script and "resume=auto hydra.run.dir=outputs/launched/My_run" in script
+    assert (
+        "a\nb {prompt} in </home>: / or /tmp" in script
+        and "resume=auto hydra.run.dir=outputs/launched/My_run" in script
+    )
     assert script.endswith(
         "eval.py run=outputs/launched/My_run trust=true trainer.devices=2 hydra.run.dir=outputs/launched/My_run/evaluation\n"
     )
