@@ -45,6 +45,7 @@ def guard(command: Sequence[str]) -> int:
             if select.select([sys.stdin], [], [], 0.2)[0]:
                 break
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end this before the child has ended
         end(child)
     return child.returncode
 

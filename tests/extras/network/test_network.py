@@ -44,3 +44,17 @@ def test_commands_have_sessions_of_their_own_and_have_ended_when_stop_returns():
     stop(iter(guards))
     assert all(guard.poll() is not None for guard in guards)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+@pytest.mark.slow
+def test_a_command_that_ignores_signals_ends_although_its_guard_is_asked_twice():
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun', flush=True)\ntime.sleep(600)"
+    guard = start([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    assert guard.stdout.readline() == b"begun\n"
+    [child] = psutil.Process(guard.pid).children()
+    guard.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        guard.wait(1)
+    guard.terminate()
+    assert guard.wait(60) == 1
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
