@@ -17,7 +17,6 @@ from helpers.slots import Varied
 
 from grpo.apps import cli
 from grpo.apps.cli import one_line_errors
-from grpo.config.explain import explain
 from grpo.config.resuming import has_checkpoint, is_over
 from grpo.runs.run import Run
 from grpo.system import exits
@@ -203,43 +202,6 @@ def test_the_state_of_a_reward_is_in_the_checkpoint(smoke, tmp_path):
     assert straight[2:] == adaptive("resumed", *more)
     kept = state(tmp_path / "straight")["callbacks"]["RolloutCallback"]["objects"]["task"]["adaptive"]
     assert kept == {"calls": 3 * 2}  # a call for each group
-
-
-def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, caplog):
-    """Without learning the accuracy stays as it is: two more evaluations after that of rollout 1."""
-    caplog.set_level("INFO")
-    more = ("callbacks=[checkpoint,early_stopping]", "callbacks.early_stopping.patience=2", "eval.every=1")
-    more += ("optim.optimizer.lr=0", "rollout.num_rollouts=9", "resume=auto")
-    train(compose_config(*smoke(*more)))
-    manifest = Run(tmp_path).manifest
-    assert (manifest["status"], manifest["rollouts"]) == ("finished", 3) and len(rows(tmp_path)) == 4
-    assert "the run ends early after rollout 3: eval/accuracy has not improved" in caplog.text
-    with pytest.raises(SystemExit) as ended:
-        train(compose_config(*smoke(*more, f"ckpt_path={tmp_path}")))
-    assert ended.value.code == 0 and Run(tmp_path).manifest["status"] == "finished" and len(rows(tmp_path)) == 4
-
-
-def test_a_run_may_end_by_a_metric_of_rollouts(smoke, tmp_path):
-    """No length is shorter than the first by a million tokens, so the run ends after two more rollouts, without evaluations."""
-    more = ("monitor=rollout/length", "mode=min", "min_delta=1e6", "patience=2")
-    more = ("callbacks=[early_stopping]", *(f"callbacks.early_stopping.{each}" for each in more), "eval.every=0")
-    train(compose_config(*smoke(*more, "rollout.num_rollouts=9")))
-    assert Run(tmp_path).manifest["rollouts"] == 3
-
-
-@pytest.mark.parametrize(
-    ("monitor", "every", "line"),
-    [
-        ("accuracy", 1, "monitor=accuracy is no metric; similar: eval/accuracy, "),
-        ("eval/acuracy", 1, "monitor=eval/acuracy is no metric of this run; similar: eval/accuracy, "),
-        ("eval/accuracy", 0, "would never end this run, which evaluates nothing: set eval.every"),
-    ],
-)
-def test_a_run_that_could_never_end_early_is_refused(smoke, monitor, every, line):
-    more = ("callbacks=[early_stopping]", f"callbacks.early_stopping.monitor={monitor}", f"eval.every={every}")
-    with pytest.raises(Exception) as refusal:
-        train(compose_config(*smoke(*more)))
-    assert line in explain(refusal.value, "train")
 
 
 class Signalled(Varied):

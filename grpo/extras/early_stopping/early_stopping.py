@@ -4,6 +4,7 @@ import logging
 from typing import Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import early_stopping
 
 from grpo.system.errors import UserError
@@ -56,6 +57,8 @@ class EarlyStopping(early_stopping.EarlyStopping):
         if trainer.should_stop or nothing_new:
             return
         require_metric(MONITOR, self.monitor, trainer.callback_metrics)
+        for earlier in batch.evaluations[:-1] if self.of_evaluations else ():  # the one before training
+            trainer.should_stop |= self._evaluate_stopping_criteria(torch.tensor(earlier.metrics[self.monitor]))[0]
         self._run_early_stopping_check(trainer)
         if trainer.should_stop:
             log.info("the run ends early after rollout %d: %s has not improved", batch.rollout + 1, self.monitor)
