@@ -42,7 +42,14 @@ LISTS = {name: ROOT / "tests" / f"{name}.txt" for name in ("slow", "nightly")}  
 collected: list[str] = []  # the names of all tests, also of those that are not chosen
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
-pytest_plugins = ["helpers.forks", "helpers.costs", "helpers.again", "helpers.appendices", "helpers.shapes"]
+pytest_plugins = [
+    "helpers.forks",
+    "helpers.costs",
+    "helpers.again",
+    "helpers.appendices",
+    "helpers.servers",
+    "helpers.shapes",
+]
 quiet()
 
 

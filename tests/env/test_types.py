@@ -134,9 +134,15 @@ def mypy(cache: Path, *files: Path) -> str:
     return found.stdout if found.returncode else ""
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """The folder in which mypy keeps what it knows of the project for the next call."""
+    return tmp_path_factory.mktemp("mypy")
+
+
 @pytest.mark.slow
-def test_the_slots_and_what_is_in_them_type_check(tmp_path):
-    assert mypy(tmp_path) == ""
+def test_the_slots_and_what_is_in_them_type_check(cache):
+    assert mypy(cache) == ""
 
 
 WRONG = [
@@ -160,7 +166,7 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory) -> str:
+def errors(tmp_path_factory, cache) -> str:
     """Return what mypy says of all wrong classes. WRONG[i] is in foreign_i.py and foreign_typed_i.py."""
     folder, files = tmp_path_factory.mktemp("wrong"), []
     for i, (_, right, wrong) in enumerate(WRONG):
@@ -174,7 +180,7 @@ def errors(tmp_path_factory) -> str:
         for name, content in ((f"foreign_{i}.py", text.replace(right, wrong)), (f"foreign_typed_{i}.py", typed)):
             files.append(folder / name)
             files[-1].write_text(content)
-    return mypy(folder / "cache", *files)
+    return mypy(cache, *files)
 
 
 @pytest.mark.parametrize(("i", "slot"), enumerate(slot for slot, *_ in WRONG))

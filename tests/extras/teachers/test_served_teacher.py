@@ -1,18 +1,16 @@
 """A real vLLM server as a teacher: it scores tokens as a plain forward pass of its model does."""
 
-import asyncio
-
 import pytest
 import torch
 from helpers.learning import GROUPS
-from helpers.models import CONTEXT, model_folder
+from helpers.models import CONTEXT
 from transformers import AutoModelForCausalLM
 
 from grpo.extras.teachers.kinds import Passes
 from grpo.extras.teachers.server import Served
 from grpo.extras.teachers.teaching import Teaching, coarse
-from grpo.extras.vllm_server.http import START, RemoteServer
-from grpo.extras.vllm_server.launch import Servers
+from grpo.extras.vllm_server.engine import VLLMServerEngine
+from grpo.extras.vllm_server.http import START
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
@@ -20,31 +18,24 @@ from grpo.system.errors import UserError
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
-
 
 @pytest.fixture
-def served(tmp_path):
-    """The folder of a model, and a vLLM server of it that answers."""
-    folder = model_folder("llama", tmp_path / "model")
-    servers = Servers(folder, "disk", count=1, args=ARGS, logs=tmp_path)
-    servers.start_all()
-    try:
-        servers_answer(servers)
-        yield folder, servers
-    finally:
-        servers.close()
+def folder(pair, tmp_path) -> str:
+    """The folder of the model whose weights the servers have."""
+    engine = VLLMServerEngine(pair.path, pair.urls, folder=str(tmp_path / "weights"))
+    engine.load_weights(AutoModelForCausalLM.from_pretrained(pair.path), 0)
+    engine.close()
+    return pair.path
 
 
-def test_a_vllm_server_scores_as_its_model(served):
-    folder, servers = served
+def test_a_vllm_server_scores_as_its_model(pair, folder):
     model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
-    teacher = Served(servers.urls, Pretrained(folder))
+    teacher = Served(pair.urls, Pretrained(folder))
     teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
     teacher.attach(model)
     assert teacher.limit == CONTEXT
     logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
-    hot = Served(servers.urls, Pretrained(folder))
+    hot = Served(pair.urls, Pretrained(folder))
     hot.check(Teaching(1.0), 0.7)
     with pytest.raises(UserError, match=r"temperature=0\.7, but http:.* scores at 1: set the temperature to 1"):
         hot.attach(model)
@@ -59,20 +50,12 @@ def test_a_vllm_server_scores_as_its_model(served):
         torch.testing.assert_close(coarse(theirs, kept, True), coarse(exact, kept, True), atol=1e-4, rtol=0)
 
 
-def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(served):
-    folder, servers = served
+def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(pair, folder):
     model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
-    teacher = Served(servers.urls, Pretrained(folder), wait=START)
+    teacher = Served(pair.urls, Pretrained(folder), wait=START)
     teacher.check(Teaching(1.0), 1.0)
     teacher.attach(model)
     before = teacher.logprobs(batch, Passes(1.0))
-    servers.close()
-    servers.start_all()
+    pair.close()
+    pair.start_all()
     torch.testing.assert_close(teacher.logprobs(batch, Passes(1.0)), before, atol=1e-5, rtol=0)
-
-
-def servers_answer(servers: Servers) -> None:
-    """Wait until they do. Raises AssertionError if one has ended."""
-    ended = [lambda port=port: servers.ended(port) for port in servers.ports]
-    for url, end in zip(servers.urls, ended, strict=True):
-        asyncio.run(RemoteServer(url, 10.0, "", end).answers(250.0))

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, TEST_PATH
-from helpers.models import CONTEXT, PROMPTS, disturb, gap, gap_now, model_folder, next_logits, steps
+from helpers.models import CONTEXT, PROMPTS, disturb, gap, gap_now, next_logits, steps
 from helpers.runs import rows
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,14 +29,14 @@ from grpo.env.tokens import Completion
 from grpo.extras.vllm_server import sync
 from grpo.extras.vllm_server.engine import VLLMServerEngine
 from grpo.extras.vllm_server.http import RemoteServer
-from grpo.extras.vllm_server.launch import Servers, free_ports
+from grpo.extras.vllm_server.launch import free_ports
 from grpo.system.errors import UserError
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 BOUND = 1e-5  # largest allowed gap in float32
-ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT, "max_lora_rank": 8}
+ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
 
 
 def answers(url: str, route: str = "/health") -> bool:
@@ -53,24 +53,9 @@ def wait_for(condition, seconds: float = 200) -> None:
         time.sleep(0.2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    torch.set_num_threads(1)
-    return model_folder("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def pair(folder, tmp_path_factory):
-    """Two servers that take files and adapters."""
-    servers = Servers(folder, "lora", count=2, args=ARGS, logs=tmp_path_factory.mktemp("logs"))
-    servers.start_all()
-    try:
-        for port, url in zip(servers.ports, servers.urls, strict=True):
-            wait_for(lambda port=port, url=url: answers(url) or servers.ended(port))
-            assert servers.ended(port) is None
-        yield servers
-    finally:
-        servers.close()
+@pytest.fixture
+def folder(served_model) -> str:
+    return served_model
 
 
 @pytest.fixture
@@ -375,13 +360,12 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, model, tmp_path):
-    pair.close()  # they are not needed any more, and would take CPU time
+def test_a_start_brings_the_trainers_weights_and_leaves_nothing(folder, model, tmp_path):
     engine = VLLMServerEngine(
         folder,
         folder=str(tmp_path / "weights"),
         launch=True,
-        args=ARGS | {"max_lora_rank": None},
+        args=ARGS,
         logs=tmp_path,
     )
     disturb(model, seed=6)
@@ -396,7 +380,7 @@ def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, folder, mo
 
 def test_a_launched_server_that_is_killed_is_started_again(folder, model, tmp_path, monkeypatch):
     """It is killed while it samples, and while it takes weights, with no other server left, and not even a second of wait."""
-    options = {"wait": 0.5, "launch": True, "args": ARGS | {"max_lora_rank": None}, "logs": tmp_path}
+    options = {"wait": 0.5, "launch": True, "args": ARGS, "logs": tmp_path}
     engine = VLLMServerEngine(folder, folder=str(tmp_path / "weights"), **options)
     [port], guards = engine._launched.ports, engine._launched._guards
     prompts, sampling, seeds = PROMPTS * 20, Sampling(48), range(60)

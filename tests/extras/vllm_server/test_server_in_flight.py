@@ -8,9 +8,8 @@ from copy import deepcopy
 
 import psutil
 import pytest
-import torch
 from helpers.in_flight import segments
-from helpers.models import CONTEXT, PROMPTS, disturb, gap, model_folder
+from helpers.models import PROMPTS, disturb, gap
 from transformers import AutoModelForCausalLM
 
 from grpo.engines.protocol import Sampling
@@ -20,18 +19,14 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 BOUND = 1e-4
-ARGS = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
 LONG = Sampling(240, vllm={"ignore_eos": True})
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("llama")
-    path = model_folder("llama", folder)
-    more = {"launch": True, "args": ARGS, "logs": str(folder), "timeout": 20}
-    engine = VLLMServerEngine(path, folder=str(folder / "weights"), **more)
-    yield engine, AutoModelForCausalLM.from_pretrained(path)
+@pytest.fixture
+def served(pair, tmp_path):
+    """An engine of one of the servers, and their model."""
+    engine = VLLMServerEngine(pair.path, pair.urls[:1], folder=str(tmp_path / "weights"), timeout=20)
+    yield engine, AutoModelForCausalLM.from_pretrained(pair.path)
     engine.close()
 
 
@@ -40,9 +35,8 @@ def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
     engine, model = served
     [server] = engine._fleet.servers
     server.recompute = recompute
-    first = (engine.version or 0) + 1
-    models = {first: deepcopy(model)}
-    engine.load_weights(model, first)
+    models = {1: deepcopy(model)}
+    engine.load_weights(model, 1)
     prompt = [60 + i % 30 for i in range(200)]
     begun = threading.Event()
 
@@ -55,7 +49,7 @@ def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
         cached = pool.submit(engine.sample, [prompt], LONG, [1])
         threads = [pool.submit(play, i) for i in range(3)]
         assert begun.wait(60)
-        for version in (first + 1, first + 2):
+        for version in (2, 3):
             time.sleep(0.3)
             models[version] = deepcopy(model)
             disturb(models[version], seed=version, size=0.03)
@@ -64,8 +58,8 @@ def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
         pairs = [pair for thread in threads for pair in zip(PROMPTS, thread.result(), strict=True)]
         pairs.append((prompt, cached.result()[0]))
 
-    newest = models[first + 2]
-    assert {v for done in late for v in done.versions} == {first + 2} and gap(newest, [prompt] * 2, late) < BOUND
+    newest = models[3]
+    assert {v for done in late for v in done.versions} == {3} and gap(newest, [prompt] * 2, late) < BOUND
     spanned = [(p, done) for p, done in pairs if len({*done.versions}) > 1]
     assert spanned and all(len(done.ids) == 240 for _, done in pairs)
     for before, done in pairs:
@@ -77,14 +71,14 @@ def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
                 assert own > BOUND
 
 
-def test_a_server_that_hangs_in_flight_is_named_and_found_again(served, caplog):
+def test_a_server_that_hangs_in_flight_is_named_and_found_again(served, pair, caplog):
     """All of its processes are stopped while two threads sample and new weights are sent; their requests are asked again."""
     engine, model = served
     [server] = engine._fleet.servers
     server.timeout = 3
-    version = engine.version + 1
+    engine.load_weights(model, 1)
     disturb(new := deepcopy(model), seed=9)
-    family = psutil.Process(engine._launched._guards[engine._launched.ports[0]].pid).children(recursive=True)
+    family = psutil.Process(pair._guards[pair.ports[0]].pid).children(recursive=True)
 
     def stop(*_) -> None:
         for process in family:
@@ -95,8 +89,8 @@ def test_a_server_that_hangs_in_flight_is_named_and_found_again(served, caplog):
         threads = [pool.submit(engine.sample, PROMPTS * 2, LONG, range(6)) for _ in range(2)]
         time.sleep(0.3)
         stop()
-        load = pool.submit(engine.load_weights, new, version)
+        load = pool.submit(engine.load_weights, new, 2)
         assert all(len(done.ids) == 240 for thread in threads for done in thread.result(60))
         load.result(60)
-    assert engine.version == version and f"{server.url}/" in caplog.text and "ReadTimeout" in caplog.text
+    assert engine.version == 2 and f"{server.url}/" in caplog.text and "ReadTimeout" in caplog.text
     assert gap(new, PROMPTS, engine.sample(PROMPTS, Sampling(16), [1, 2, 3])) < BOUND
