@@ -153,22 +153,23 @@ class Trial:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Try each fault on the tests near it, after these tests have passed without one."""
+        """Try each fault on the tests near it that pass without one."""
         if session.testsfailed:
             return None  # pytest says which files could not be imported
         from helpers import programs
 
         self.find()
         programs.server()  # one for all forks
-        seconds, finders = 0.0, Counter()
+        seconds, finders, found = 0.0, Counter(), []
         if not self.seen:
             needed = [item for item in session.items if any(one.near(item) for one in self.chosen)]
             found, seconds = self.fork(needed, None)
             print(f"\n{len(needed)} tests without a fault: {found or 'all pass'}, {seconds:.0f} CPU s\n", flush=True)
             self.lost = len(found)
+        sound = [item for item in session.items if item.nodeid not in found]
         rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-        for one in [] if self.lost else self.chosen:
-            near = self.seen.near(one, session.items) if self.seen else list(filter(one.near, session.items))
+        for one in self.chosen:
+            near = self.seen.near(one, sound) if self.seen else list(filter(one.near, sound))
             if not self.seen:
                 near.sort(key=lambda item: -finders[item.nodeid])  # what has found a fault may find the next one soon
             planted = one.codes() and near and all(self.live[place(old)] for old, _ in one.codes())
@@ -255,7 +256,7 @@ class Trial:
                 if item.nodeid in self.failed:
                     print(item.nodeid, "failed", sep="\t", file=lines)
                 spent = time.process_time()
-                if (self.seen and spent > LONG) or (self.failed and (not self.seen or spent > CHEAP)):
+                if one and ((self.seen and spent > LONG) or (self.failed and (not self.seen or spent > CHEAP))):
                     return
 
 
