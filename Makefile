@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-FORKS ?= 2
+FORKS ?= 3 # processes of tests: one more than two cores, since some tests wait
 TESTS ?= # folders or files; all by default
 PYTEST_ARGS ?= # such as --again or --costs=FILE
 BUDGET ?= # --budget: fail if a room of tests takes more CPU seconds than it may
@@ -16,10 +16,10 @@ help: ## this list
 install: $(VENV)/installed ## create .venv and install the project
 train: install ## train the demo: word problems, a tiny model, a CPU (a few minutes)
 	$(BIN)/python train.py
-test: $(VENV)/installed-test ## the quick tests, in two processes
+test: $(VENV)/installed-test ## the quick tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST) --forks 2 $(BUDGET)
+	$(PYTEST) --forks $(FORKS) $(BUDGET)
 test-slow: $(VENV)/installed-test ## the tests that train for seconds or start programs
 	$(PYTEST) --forks $(FORKS) -m 'slow and not nightly' $(TESTS)
 test-vllm: $(VENV)-vllm/installed ## the tests that need vLLM, on a CPU, in an environment of their own

@@ -1,4 +1,4 @@
-"""Two real vLLM servers for all tests that ask for them: a start is half a minute of computing."""
+"""Real vLLM servers for all tests that ask for them: a start is half a minute of computing."""
 
 import asyncio
 
@@ -32,3 +32,15 @@ def pair(served_model, tmp_path_factory):
         yield servers
     finally:
         servers.close()
+
+
+@pytest.fixture(scope="session")
+def launched(served_model, tmp_path_factory):
+    """An engine with a server of its own, in a folder that is empty otherwise. test_server.py, the last to use it, closes it."""
+    from grpo.extras.vllm_server.engine import VLLMServerEngine
+    from helpers.models import CONTEXT
+
+    folder, args = tmp_path_factory.mktemp("launched"), {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
+    engine = VLLMServerEngine(served_model, folder=str(folder / "weights"), launch=True, args=args, logs=folder)
+    yield engine
+    engine.close()

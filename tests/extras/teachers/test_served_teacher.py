@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from grpo.extras.teachers.kinds import Passes
 from grpo.extras.teachers.server import Served
 from grpo.extras.teachers.teaching import Teaching, coarse
-from grpo.extras.vllm_server.engine import VLLMServerEngine
 from grpo.extras.vllm_server.http import START
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
@@ -20,22 +19,21 @@ pytest.importorskip("vllm")
 
 
 @pytest.fixture
-def folder(pair, tmp_path) -> str:
-    """The folder of the model whose weights the servers have."""
-    engine = VLLMServerEngine(pair.path, pair.urls, folder=str(tmp_path / "weights"))
-    engine.load_weights(AutoModelForCausalLM.from_pretrained(pair.path), 0)
-    engine.close()
-    return pair.path
+def servers(launched):
+    """The servers of an engine, with the weights of their folder."""
+    launched.load_weights(AutoModelForCausalLM.from_pretrained(launched._launched.path), (launched.version or 0) + 1)
+    return launched._launched
 
 
-def test_a_vllm_server_scores_as_its_model(pair, folder):
-    model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
-    teacher = Served(pair.urls, Pretrained(folder))
+def test_a_vllm_server_scores_as_its_model(servers):
+    folder, batch = servers.path, collate(GROUPS)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    teacher = Served(servers.urls, Pretrained(folder))
     teacher.check(Teaching(1.0, "reverse", top_k=5, top_of="teacher"), 1.0)
     teacher.attach(model)
     assert teacher.limit == CONTEXT
     logprobs, found = teacher.logprobs(batch, Passes(1.0)), teacher.distributions(batch, Passes(1.0, top_k=5))
-    hot = Served(pair.urls, Pretrained(folder))
+    hot = Served(servers.urls, Pretrained(folder))
     hot.check(Teaching(1.0), 0.7)
     with pytest.raises(UserError, match=r"temperature=0\.7, but http:.* scores at 1: set the temperature to 1"):
         hot.attach(model)
@@ -50,12 +48,13 @@ def test_a_vllm_server_scores_as_its_model(pair, folder):
         torch.testing.assert_close(coarse(theirs, kept, True), coarse(exact, kept, True), atol=1e-4, rtol=0)
 
 
-def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(pair, folder):
-    model, batch = AutoModelForCausalLM.from_pretrained(folder), collate(GROUPS)
-    teacher = Served(pair.urls, Pretrained(folder), wait=START)
+def test_a_vllm_server_that_is_killed_and_started_again_costs_no_row(servers):
+    folder, batch = servers.path, collate(GROUPS)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    teacher = Served(servers.urls, Pretrained(folder), wait=START)
     teacher.check(Teaching(1.0), 1.0)
     teacher.attach(model)
     before = teacher.logprobs(batch, Passes(1.0))
-    pair.close()
-    pair.start_all()
+    servers.close()
+    servers.start_all()
     torch.testing.assert_close(teacher.logprobs(batch, Passes(1.0)), before, atol=1e-5, rtol=0)

@@ -360,22 +360,16 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_a_start_brings_the_trainers_weights_and_leaves_nothing(folder, model, tmp_path):
-    engine = VLLMServerEngine(
-        folder,
-        folder=str(tmp_path / "weights"),
-        launch=True,
-        args=ARGS,
-        logs=tmp_path,
-    )
+def test_a_start_brings_the_trainers_weights_and_leaves_nothing(launched, model):
     disturb(model, seed=6)
-    engine.load_weights(model, 1)
-    assert gap_now(engine, model) < BOUND and engine.context == CONTEXT
-    processes = family(engine._launched._guards[engine._launched.ports[0]].pid)
+    launched.load_weights(model, (launched.version or 0) + 1)
+    assert gap_now(launched, model) < BOUND and launched.context == CONTEXT
+    servers = launched._launched
+    processes = family(servers._guards[servers.ports[0]].pid)
     assert len(processes) > 2
-    engine.close()
+    launched.close()
     assert not psutil.wait_procs(processes, timeout=120)[1]
-    assert [path.name for path in tmp_path.iterdir()] == [f"server-{engine._launched.ports[0]}.log"]
+    assert [path.name for path in servers.folder.iterdir()] == [f"server-{servers.ports[0]}.log"]
 
 
 def test_a_launched_server_that_is_killed_is_started_again(folder, model, tmp_path, monkeypatch):
