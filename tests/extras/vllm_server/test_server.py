@@ -322,7 +322,7 @@ def test_two_ranks_send_and_fail_together(engine, pair, folder, tmp_path, way, s
     if way == "nccl":
         wait_for(lambda: pair.ended(pair.ports[-1]) or ranks[0].poll() is not None, 120)
         pair.start(pair.ports[-1])
-    said = [rank.communicate(timeout=200)[0].splitlines() for rank in ranks]
+    said = [rank.communicate(timeout=600)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     count = 5 if way == "nccl" else 3
     for lines in said:

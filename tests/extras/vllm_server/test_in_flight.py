@@ -1,4 +1,7 @@
-"""Weights that arrive at a real vLLM server while three threads sample from it, and what its completions keep of older ones."""
+"""Weights that arrive at a real vLLM server while three threads sample from it, and what its completions keep of older ones.
+
+They run before the tests of test_server.py, which leave the servers with half of another model.
+"""
 
 import signal
 import threading
