@@ -26,6 +26,7 @@ def dataset(path, columns=("question", "answer"), **more) -> Dataset:
         ("train.jsonl", '{"question": " ", "answer": "1"}\n', r"no rows for the split 'train': 1 read, 1 empty"),
         ("train.txt", "x", "no files for the split 'train'"),
         ("other.jsonl", "{}", "no files for the split 'train'"),
+        ("retrained.jsonl", '{"question": "q", "answer": "1"}', "no files for the split 'train'"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, text, message):

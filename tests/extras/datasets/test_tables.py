@@ -12,7 +12,7 @@ from helpers.project import table
 
 from grpo.data.rows import at, key_of
 from grpo.extras.datasets.dataset import Dataset
-from grpo.extras.datasets.tables import line_of_csv
+from grpo.extras.datasets.tables import line_of_csv, written_as
 from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.system.errors import UserError
 
@@ -88,6 +88,7 @@ BAD = [  # file, content, columns, further arguments of Dataset, the line
         {"numbers": ["n"]},
         r"a\.csv, line 3, column 'n': 'x' is no number; correct",
     ),
+    ("a.csv", "q\nNA\n7\n", ("q",), {"filters": []}, r"a\.csv, line 3, column 'q': no text$"),  # NA is a text
     ("a.csv", "q,n\n1?,2\n", ("q",), {"numbers": ["m"]}, r"a\.csv has no column 'm'; it has q, n"),
     ("a.csv", "q,n\n1?,2\n1?,2,3\n", ("q",), {}, r"a\.csv could not be read: .* Expected 2 fields in line 3, saw 3"),
     ("a.csv", "q\n1?\n\xe9\n", ("q",), {}, r"a\.csv could not be read: 'utf-8' codec .*, in line 3: save it as UTF-8"),
@@ -99,6 +100,7 @@ BAD = [  # file, content, columns, further arguments of Dataset, the line
         {},
         r"a\.jsonl could not be read: line 2: 'utf-8' codec .* UTF-8",
     ),
+    ("a.jsonl", '{"q": "1?"}\n{"q": "2?", "r": 1}', ("q", "r"), {"filters": []}, "line 1, .*: no field 'r'"),
     ("a.jsonl", '{"q": "1?", "r": {"a": 1}}', ("q", "r.b"), {}, "1 read, 1 empty; no row has 'r.b'"),
     ("a.jsonl", '{"q": "1?"}', ("q", "s.b"), {}, "no column 's'; it has q"),
 ]
@@ -122,6 +124,13 @@ def test_half_a_character_is_a_question_mark(tmp_path):
     )
     rows = Dataset(str(tmp_path), ("q",)).split("train")
     assert [*rows] == [{"q": "a?b", "gold": "0.1234567890123456789"}, {"q": "😀", "gold": 1}]
+
+
+def test_texts_of_a_column_are_numbers_if_python_writes_them_so():
+    columns = {("7", "", "-8"): int, ("7", "08"): str, ("0.5", "2.0"): float, ("0.5", "2.50"): str, ("True",): bool}
+    columns |= {("1_000",): str, ("+7",): str, ("nan",): str, ("1e5",): str}
+    made = {texts: written_as([pa.array(texts)])(texts[0]) for texts in columns}
+    assert {texts: type(value) for texts, value in made.items()} == columns
 
 
 def test_fields_of_columns_and_lines_of_records(tmp_path):
