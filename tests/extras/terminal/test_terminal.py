@@ -4,6 +4,7 @@ import logging
 import math
 import re
 import signal
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -21,6 +22,7 @@ from grpo.extras.terminal.callback import Terminal, sample_panel, status
 from grpo.extras.terminal.summary import summary
 from grpo.rollout.types import Sample
 from grpo.runs.run import Run
+from grpo.system.calls import SPENT
 from grpo.system.errors import UserError
 from grpo.system.output.console import console
 from train import train
@@ -215,3 +217,33 @@ def test_output_to_a_file_is_not_wrapped(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     Terminal("run", 80).draw(sample_panel("rollout 1", sample))
     assert prompt.strip() not in capsys.readouterr().out and console(force_terminal=True).width == 80
+
+
+def test_what_a_resumed_run_tells_of_its_first_part(capsys):
+    """Its seconds, also those beside it, go on from where it was; an evaluation keeps its numbers, not its samples."""
+    first = Terminal("run", 80)
+    first.note([replace(evaluated(0, [1.0, 0.0]), groups=((object(),),), columns={"a": [1]})])
+    [kept] = first.evaluations.values()
+    assert kept == evaluated(0, [1.0, 0.0]) and "50.0 %" in capsys.readouterr().out
+    resumed = Terminal("run", 80)
+    resumed.load_state_dict(first.state_dict() | {"seconds": 3600.0, "spent": {"Task.score": 2.5}})
+    resumed.on_fit_start(None, None)
+    state = resumed.state_dict()
+    assert 3600 <= state["seconds"] < 3660 and state["spent"] == {"Task.score": 2.5}
+    SPENT.clear()
+
+
+def test_a_long_prompt_shows_its_question_at_the_end():
+    step = Step(State((Message("user", "0" * 100 + "1" * 490 + " 2 and 2?\n"),)), Action(Message("assistant", "4")))
+    shown = sample_panel("rollout 1", Sample({}, Trajectory((step,)), (), Reward(1.0, True))).renderable
+    assert shown.plain == "..." + "1" * 490 + " 2 and 2?\n" + "\n4"
+
+
+def test_a_run_that_fails_gives_the_cursor_back(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal("run", 80)
+    terminal.on_fit_start(None, None)
+    assert "\x1b[?25l" in capsys.readouterr().out  # hidden
+    terminal.on_exception(None, None, RuntimeError())
+    assert "\x1b[?25h" in capsys.readouterr().out and not terminal.progress.is_started
