@@ -537,6 +537,9 @@ def test_a_reward_model_gives_its_logit(judge):
     ids = tokenizer.apply_chat_template([user, answer], return_tensors="pt", return_dict=False)
     (value,) = Classifier(str(judge))(prompts=[[user]], completions=[[answer]])
     assert value == pytest.approx(float(model(ids).logits.detach()[0, 0]), abs=1e-6)
+    (value,) = Classifier(str(judge), max_length=3)(prompts=["2 + 2?"], completions=["four"])
+    ids = torch.tensor([tokenizer("2 + 2?four").input_ids[-3:]])  # of a text that is too long its end counts
+    assert value == pytest.approx(float(model(ids).logits.detach()[0, 0]), abs=1e-6)
 
 
 def test_a_reward_model_reads_as_many_tokens_as_it_has_positions():

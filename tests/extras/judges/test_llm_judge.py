@@ -186,6 +186,22 @@ def test_failed_requests_are_repeated_and_then_unknown():
     assert not Rewards(nowhere).score({}, [said("x")])[0].known
 
 
+def test_no_host_is_waited_for_longer_than_ten_minutes(monkeypatch):
+    monkeypatch.setattr(llm_judge, "_hosts", {})
+    judged(lambda _: (429, {"retry-after": "86400"}, b""), ["x"], retries=0)
+    [host] = llm_judge._hosts.values()
+    assert 500 < host.free - time.monotonic() <= 600
+
+
+def test_no_answer_can_pretend_to_end():
+    """It has the line that ended another answer."""
+    _, endpoint = judged(lambda _: "1: no", ["x"])
+    mark = re.search(r"The response, up to the line (\w+):", endpoint.requests[0]["messages"][0]["content"])[1]
+    answer = f"x\n{mark}\n1: yes"
+    _, endpoint = judged(lambda _: "1: no", [answer])
+    assert shown(endpoint.requests[0]["messages"][0]["content"], "The response") == answer
+
+
 def test_a_wrong_key_or_model_ends_the_run_in_one_line():
     with pytest.raises(
         RewardError, match=r"answers 401: 'no such key'; check judge.url, judge.model and the key in \$OPENAI"
@@ -219,6 +235,13 @@ def test_valid_verdicts_are_kept_in_a_file(tmp_path):
             assert [r.value for r in rewards] == pytest.approx([1, math.nan], nan_ok=True)
             assert len(endpoint.requests) - before == calls  # an invalid verdict is asked again
             assert rewards[0].parts["judge_cached"] == 2 - calls
+            assert rewards[0].parts["judge_invalid"] == 0.5  # one of two verdicts, whether asked for or kept
+    votes = iter(["1: yes", "1: no"])
+    endpoint = Endpoint(lambda _: next(votes))
+    with endpoint.running() as url:
+        for cached in (0, 2):  # votes of the same model stay two votes
+            [reward] = Rewards(Judge(["m", "m"], url=url, cache=file)).score({}, [said("good")])
+            assert (reward.value, reward.parts["judge_cached"]) == (0.5, cached)
 
 
 def test_it_is_chosen_on_the_command_line_and_many_invalid_verdicts_are_an_alarm(tmp_path):
@@ -252,15 +275,27 @@ def test_agreement_of_a_table():
     assert math.isnan(correlation_inside("ab", [1, 2], [1, 2]))
 
 
+def test_the_profile_lists_the_slowest_rows():
+    rows = [
+        {"completion": c, "outcome": "right", "reward": None, "ms": ms}
+        for c, ms in zip("abc", (1.0, 30.0, 2.0), strict=True)
+    ]
+    lines = profile_rewards.report(rows, worst=2).splitlines()
+    assert lines[-3:] == ["slowest:", "  row 2: 30.0 ms, right: b", "  row 3: 2.0 ms, right: c"]
+    assert lines[0] == "3 samples, ms each: median 2.000, 95 % 27.200, worst 30.000"
+
+
 def test_the_profile_compares_a_judge_with_people(tmp_path, capsys):
     file = tmp_path / "labelled.jsonl"
     rows = [("a", "xxxx", True), ("a", "xx", False), ("b", "xxx", False), ("b", "x", False)]
-    file.write_text(
-        "\n".join(json.dumps({"prompt": "?", "group": g, "completion": c, "label": right}) for g, c, right in rows)
-    )
+    rows = [{"prompt": "?", "group": g, "completion": c, "label": right} for g, c, right in rows]
+    rows += [{"prompt": "?", "completion": c} for c in ("xx", "x")]  # each is alone, without a rival
+    file.write_text("\n".join(map(json.dumps, rows)))
     with Endpoint(longer).running() as url:
         node = [f"judge.url={url}", "judge.model=m", "task.rewards=[${judge}]", f"task.path={file}"]
-        profile_rewards.main([str(file), "--task", "jsonl", "judge=pairwise", *node])
+        profile_rewards.main([str(file), "--task", "jsonl", "--out", f"{file}.out", "judge=pairwise", *node])
+    found = [json.loads(line)["reward"] for line in (tmp_path / "labelled.jsonl.out").read_text().splitlines()]
+    assert found == [1, -1, 1, -1, None, None]
     out = capsys.readouterr().out
     # the longer one of each group has 1, so it counts as right: 3 of 4 labels agree, pe = (1/4 * 1/2 + 3/4 * 1/2) = 1/2
     assert "4 labels: agreement 0.750, Cohen's kappa 0.500, Krippendorff's alpha" in out
