@@ -86,6 +86,7 @@ PROGRAMS = {  # program: (outcome, ending)
     "import atexit, io, sys\nout = io.StringIO()\natexit.register(lambda: sys.stdout.write(out.getvalue()))\n"
     "print(sum(int(x) for line in open('/dev/stdin') for x in line.split()), file=out)": ("right", "passed"),
     ADD + "print(3)": ("wrong", "failed"),
+    ADD + "print(34)": ("wrong", "failed"),  # right in the last case alone
     ADD + "print(a + b)\n1 / 0": ("wrong", "failed"),
     ADD + "print(a + b, flush=True)\nimport os; os._exit(0)": ("wrong", "failed"),
     "exit(0)": ("wrong", "failed"),
@@ -130,6 +131,7 @@ def test_functions_are_called_and_judged_outside(tmp_path):
         method % "return [x, y, 0]",
         method % "print([[1], 2])",
         "def pair(x, y): return [x, y]",
+        "from __future__ import annotations\ndef pair(x: List, y): return [x, y]",
     )
     equal = method % "return type('E', (), {'__eq__': lambda *_: True})()"
     rewards = task.score_group(row, [said(text) for text in (*answers, equal)])
@@ -137,6 +139,7 @@ def test_functions_are_called_and_judged_outside(tmp_path):
         (1, "right"),
         (0, "wrong"),
         (0, "wrong"),
+        (1, "right"),
         (1, "right"),
         (0, "wrong"),
     ]

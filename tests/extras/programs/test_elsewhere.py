@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 from helpers.attempts import confinable
 
+from grpo.extras.programs import elsewhere
 from grpo.extras.programs.elsewhere import run_by_command, run_in
 from grpo.extras.programs.programs import code_verdict
 from grpo.extras.programs.sandbox import ProgramLimits, UnitTests
@@ -63,10 +64,13 @@ def test_a_place_that_cannot_be_reached_is_one_line(command, line):
     assert "\n" not in str(error.value)
 
 
-def test_a_job_that_is_lost_has_an_unknown_reward():
+def test_a_job_that_is_lost_has_an_unknown_reward(monkeypatch):
     """After the first answer, a place that fails is not the policy's fault."""
     result = run_by_command("false", "")
     assert (
         result.ending == "unstarted"
         and code_verdict(ANSWERS[0], {"test_list": []}, run=lambda *_: result).outcome == "timeout"
     )
+    monkeypatch.setattr(elsewhere, "START_SECONDS", 0)
+    silent = run_by_command("sleep 60", "", ProgramLimits(seconds=0.1))
+    assert (silent.ending, silent.stderr, silent.seconds) == ("unstarted", "there was no answer in 0.2 s", 0.2)

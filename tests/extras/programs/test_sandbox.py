@@ -19,7 +19,7 @@ from helpers.time_limits import crowded
 
 from grpo.extras.programs import sandbox_child
 from grpo.extras.programs.programs import assemble, code_verdict, extract_continuation, extract_program
-from grpo.extras.programs.sandbox import ProgramLimits, UnitTests, run_program
+from grpo.extras.programs.sandbox import ProgramLimits, UnitTests, _exceeds, run_program
 from grpo.system.errors import UserError
 
 HUMANEVAL, MBPP = REAL_DATA / "humaneval_20.jsonl", REAL_DATA / "mbpp_sanitized_30.jsonl"
@@ -462,6 +462,14 @@ print(run_program("x = bytearray(10**10)", unconfined=True).ending)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("a program cannot be confined here (Landlock: ") and "unconfined=True" in lines[0], done
     assert lines[1:] == ["passed ('limits',) 1", "", "timeout", "passed", "memory"]
+
+
+def test_the_end_of_an_output_is_kept_and_the_bytes_of_a_folder_count(tmp_path):
+    seen = run_program("import sys\nprint('0123456789')\nprint('abcdef', file=sys.stderr)", ProgramLimits(output=4))
+    assert (seen.stdout, seen.stderr) == ("789\n", "def\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "big").write_bytes(b"x" * 2**17)
+    assert _exceeds(str(tmp_path), 2**17 - 1) and not _exceeds(str(tmp_path), 2**18)
 
 
 def test_limits_are_checked():

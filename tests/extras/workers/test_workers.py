@@ -31,6 +31,36 @@ def test_a_worker_is_killed_at_its_deadline_and_replaced():
     assert pool.call(0.01) is None
 
 
+def test_a_worker_that_raises_lives_on_and_one_that_died_idle_is_replaced():
+    pool = Workers("time.sleep", 1, 5.0, 2**28, (0,))
+    with pytest.raises(WorkerError, match="ValueError: sleep length must be non-negative"):
+        pool.call(-1)
+    (idle,) = pool.workers.values()
+    assert pool.call(0) is None and [*pool.workers.values()] == [idle]
+    idle.process.kill()
+    idle.process.wait()
+    with pytest.raises(WorkerError, match="the worker died"):
+        pool.call(0)
+    assert pool.call(0) is None
+
+
+def test_two_workers_import_what_only_their_parent_finds_and_wait_for_each_other(tmp_path, monkeypatch):
+    """Each gives way until the file of the other is there, for a minute at most."""
+    (tmp_path / "odd_module.py").write_text(
+        "import pathlib, time\n"
+        "def met(mine, other):\n"
+        "    pathlib.Path(mine).touch()\n"
+        "    end = time.monotonic() + 60\n"
+        "    while mine != other and not pathlib.Path(other).exists() and time.monotonic() < end: time.sleep(0.01)\n"
+        "    return pathlib.Path(other).exists()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    pool, names = workers("odd_module.met", (f"{tmp_path}/0", f"{tmp_path}/0"), 120.0), ("one", "two")
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(pool.call, *(f"{tmp_path}/{name}" for name in order)) for order in (names, names[::-1])]
+        assert [call.result() for call in calls] == [True, True]
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux's statistics of threads")
 def test_waiting_for_a_core_does_not_count():
     """The worker shares a core with five others, so a quarter of a second of computing takes it a second and a half."""
