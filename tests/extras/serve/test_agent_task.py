@@ -19,7 +19,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.demo.demo_model import make_model, make_tokenizer
-from grpo.extras.serve.sessions import Handler, NoAnswer, posted
+from grpo.extras.serve.sessions import Handler, NoAnswer, Sessions, posted
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.episodes import play
@@ -425,6 +425,17 @@ def test_a_run_trains_a_program_and_evaluates_it(toy, tmp_path, monkeypatch):
     assert len(samples) == 4 and samples["reward"].tolist() == samples["completion"].str.len().tolist()
     assert samples["reward/letters"].tolist() == [len(set(text)) for text in samples["completion"]]
     assert set(samples["end"]) <= set(ENDED)
+
+
+def test_an_external_program_gets_no_session_that_has_ended():
+    server = Sessions(0, "key")
+    ended, lives = (server.opened(None)[0] for _ in range(2))
+    for name in (ended, lives):
+        server.waiting.put((name, {"session": name}))
+    del server.open[ended]
+    assert server.taken("Bearer key") == {"session": lives}
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_body_in_pieces_is_refused_and_what_follows_is_not_read():

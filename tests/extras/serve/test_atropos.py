@@ -91,10 +91,6 @@ def test_batches_become_rollouts_with_known_versions_and_log_probabilities(parts
         assert source.served.answered == before and source.served.batching.paused
         with pytest.raises(OSError, match="404"):
             post(f"{source.served.url}/reload_weights", {})
-        # a sample that no environment wants any more ends early, and none of the run's own samples after it does
-        source.served.unwanted = {0}
-        source.served.sample([(1, 2)] * 2, Sampling(6), [0, 1], lambda i, completion: None)
-        assert not source.served.engine.unwanted
 
 
 def test_a_restart_of_the_run_api_and_another_batch_size(parts, toy, caplog):
@@ -180,6 +176,10 @@ def test_what_environments_change_and_leave_out(parts, toy, caplog):
             source.served.find((1, 5), ids[0.5], None, 0.7)
         with pytest.raises(RolloutError, match="temperature 0: a sample to learn from has a temperature above 0"):
             source.served.find((1, 5), ids[0], None)
+        # a sample that no environment wants any more ends early, and none of the run's own samples after it does
+        source.served.unwanted = {0}
+        source.served.sample([(1, 2)] * 2, Sampling(6), [0, 1], lambda i, completion: None)
+        assert not source.served.engine.unwanted
 
 
 ITEM = {"tokens": [[1, 2, 3]], "masks": [[-100, 2, 3]], "scores": [1.0], "env_id": 7}

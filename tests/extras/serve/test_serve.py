@@ -95,6 +95,8 @@ def test_a_text_is_a_prompt_too_and_stop_ids_end(server):
     first = server("/generate", {"prompt": "12", "max_tokens": 3, "seed": 1})
     assert first["prompt_token_ids"] == [22, 23] and len(ids(first)) == 3
     assert server.generate([22, 23], max_tokens=3, seed=1)["token_ids"] == first["token_ids"]
+    two = server("/v1/completions", {"prompt": ["12", "12"], "max_tokens": 8, "seed": 1})["choices"]
+    assert two[0]["text"] != two[1]["text"]  # each prompt of a request has its own seed
     stopped = server("/generate", {"prompt": "12", "max_tokens": 3, "seed": 1, "stop_token_ids": ids(first)[1:2]})
     assert (ids(stopped), stopped["finish_reasons"]) == (ids(first)[:2], ["stop"])
 

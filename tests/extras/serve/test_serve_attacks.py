@@ -124,6 +124,8 @@ def test_as_much_as_a_limit_is_answered(small):
 
 def test_more_tokens_than_the_context_are_refused_whatever_they_are(small):
     assert "exceed the context of 4096" in small.refused("/generate", {"prompt": "1", "max_tokens": 10**18})
+    longer = {"prompt": [[1], [1] * 4090], "max_tokens": 7}  # one of two prompts is too long
+    assert "4090 tokens and an answer of 7 exceed" in small.refused("/v1/completions", longer)
 
 
 def test_the_server_answers_others_while_it_tokenizes(toy):
