@@ -3,12 +3,14 @@
 They run before the tests of test_server.py, which leave the servers with half of another model.
 """
 
+import re
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
+import httpx2
 import psutil
 import pytest
 from helpers.in_flight import segments
@@ -33,6 +35,17 @@ def served(pair, tmp_path):
     engine.close()
 
 
+def wait_for_tokens(url: str, more: int) -> None:
+    """Wait until the server has sampled so many tokens more."""
+    tokens, wanted, begun = 0.0, None, time.monotonic()
+    while wanted is None or tokens < wanted:
+        text = httpx2.get(f"{url}/metrics", timeout=60, trust_env=False).text
+        tokens = sum(map(float, re.findall(r"vllm:generation_tokens_total\{.*\} (\S+)", text)))
+        wanted = wanted or tokens + more
+        assert time.monotonic() < begun + 300, "it samples nothing"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
     engine, model = served
@@ -51,9 +64,9 @@ def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
     with ThreadPoolExecutor(4) as pool:
         cached = pool.submit(engine.sample, [prompt], LONG, [1])
         threads = [pool.submit(play, i) for i in range(3)]
-        assert begun.wait(60)
+        assert begun.wait(300)
         for version in (2, 3):
-            time.sleep(0.3)
+            wait_for_tokens(server.url, 100)
             models[version] = deepcopy(model)
             disturb(models[version], seed=version, size=0.03)
             engine.load_weights(models[version], version)
@@ -90,7 +103,7 @@ def test_a_server_that_hangs_in_flight_is_named_and_found_again(served, pair, ca
     threading.Timer(8, lambda: [process.send_signal(signal.SIGCONT) for process in family]).start()
     with ThreadPoolExecutor(3) as pool:
         threads = [pool.submit(engine.sample, PROMPTS * 2, LONG, range(6)) for _ in range(2)]
-        time.sleep(0.3)
+        wait_for_tokens(server.url, 100)
         stop()
         load = pool.submit(engine.load_weights, new, 2)
         assert all(len(done.ids) == 240 for thread in threads for done in thread.result(60))
