@@ -21,7 +21,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from grpo.apps.api import split
+from grpo.apps.api import save_rows, split
 from grpo.apps.cli import check_run
 from grpo.config.composing import literal
 from grpo.env.messages import Message, ToolCall
@@ -182,6 +182,13 @@ def test_rows_beside_a_task_or_a_path_that_would_hide_them_are_refused():
     for settings in ({"task": search_agent.Countries()}, {"task.path": "rows.jsonl"}):
         with pytest.raises(UserError, match=r"dataset=\.\.\. belongs to a task by its name"):
             grpo.train("tiny", dataset=[{"prompt": "1 + 1 ="}], **settings)
+
+
+def test_a_resumed_run_keeps_the_rows_that_it_began_with(tmp_path):
+    save_rows([{"prompt": "1 + 1 ="}], tmp_path)
+    (tmp_path / "config.yaml").touch()  # the run has begun
+    save_rows([{"prompt": "2 + 2 ="}], tmp_path)
+    assert Dataset.from_parquet(str(tmp_path / "data" / "train.parquet"))["prompt"][:] == ["1 + 1 ="]
 
 
 def test_keys_that_act_beside_a_model_object_stay():

@@ -2,18 +2,23 @@
 
 from pathlib import Path
 
+import hydra
 import pytest
 from conftest import compose_config
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from eval import as_in_run
+from grpo.apps import cli
 from grpo.apps.cli import announced
 from grpo.config.composing import CONF, composed, literal
 from grpo.config.resuming import add_saved_overrides, save_config
 from grpo.config.trust import is_code, is_given, leaves
 from grpo.extras.export.export import whole_model
 from grpo.runs.manifest import save_manifest
+from grpo.system import exits
 from grpo.system.errors import UserError
+from grpo.system.stopping.stop import Stop
 
 EVIL = "open('ran', 'w')\ndef reward(completions, **_): return [0.0] * len(completions)\n"
 
@@ -56,6 +61,23 @@ def test_code_of_a_folder_is_asked_for(project):
         resume(f"ckpt_path={run}")
     resume(f"ckpt_path={run}", "task.rewards=run/code.py:reward")
     assert not [*project.parent.rglob("ran")]
+
+
+def test_what_the_folder_of_a_run_says_is_not_what_the_command_names(project, monkeypatch, capsys):
+    """train.py reads the arguments of the run from its folder, as if they had been typed before its own."""
+    run = run_with(project / "run", *ROWS, "task.rewards=run/code.py:reward", "task.weights=[0.5]")
+    silent = "hydra/job_logging=none hydra/hydra_logging=none hydra.output_subdir=null hydra.run.dir=new".split()
+    monkeypatch.setattr("sys.argv", ["train.py", f"ckpt_path={run}", *silent])
+    monkeypatch.setattr(exits, "watch", lambda: None)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+    def main(config):
+        announced(config)
+
+    with Stop().during(), pytest.raises(SystemExit) as ended:
+        cli.run(main, "train")
+    assert ended.value.code == 1 and "names code to run that this command line does not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

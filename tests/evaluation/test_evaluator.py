@@ -20,7 +20,9 @@ from helpers.runs import learned, told
 from rich.console import Console
 
 import eval as eval_script
+from grpo.apps.scorecard import Scorecard
 from grpo.apps.show_evaluation import show_comparison
+from grpo.data.rows import fingerprint
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
@@ -461,6 +463,20 @@ def test_parts_of_another_policy_or_other_rows_are_refused(overrides, tmp_path, 
     (tmp_path / "run" / "parts" / "policy.txt").write_text("another")
     with pytest.raises(UserError, match="begun with another policy"):
         eval_script.evaluate(config)
+
+
+def test_a_resumed_evaluation_counts_the_problems_that_are_done_and_refuses_other_examples(tmp_path):
+    """The first problem has one right sample of two, the second has two."""
+    examples = [{"n": 1}, {"n": 2}]
+    items = [fingerprint(examples[i]) for i in (0, 0, 1, 1)]
+    part = {"prompt_index": [0, 0, 1, 1], "item": items, "correct": [True, False, True, True], "reward": [1.0, 0, 1, 1]}
+    begun = Scorecard(tmp_path, examples, "policy")
+    pd.DataFrame(part).to_parquet(begun.file(range(2)))
+    resumed = Scorecard(tmp_path, examples, "policy")
+    assert not resumed.recovered(range(2, 4)) and resumed.recovered(range(2))
+    assert resumed.progress() == {"problems": 2, "num_problems": 2, "accuracy": 0.75}
+    with pytest.raises(UserError, match="begun with other examples"):
+        Scorecard(tmp_path, [{"n": 1}, {"n": 3}], "policy").recovered(range(2))
 
 
 # -- comparisons

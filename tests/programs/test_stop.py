@@ -120,6 +120,26 @@ def test_the_time_of_a_run_ends_between_two_updates():
     Stop("100-00:00:00").check()
 
 
+def test_a_rollout_that_would_end_after_max_time_does_not_begin():
+    """The process gets 1000 s more. Its longest rollout took 100 s, then 2000 s."""
+    stop, age = Stop(), time.time() - psutil.Process().create_time()
+    stop.limit, stop.last = age + 1000, age - 100
+    stop.check()
+    stop.last = age - 2000
+    with pytest.raises(StopError, match="max_time"):
+        stop.check()
+
+
+def test_a_signal_after_a_place_waits_for_the_next():
+    """Between two places is an update, half of which nobody could save."""
+    stop = Stop()
+    with stop.allowed():
+        pass
+    stop.note(signal.SIGTERM, None)
+    with pytest.raises(StopError, match="SIGTERM"), stop.allowed():
+        pytest.fail("it began")
+
+
 @pytest.mark.parametrize("kind", SIGNALS)
 def test_a_signal_before_training_ends_with_the_same_code(kind, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py"])

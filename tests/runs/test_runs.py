@@ -4,6 +4,7 @@ import csv
 import inspect
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -12,14 +13,18 @@ import pytest
 from conftest import ROOT, TEST_PATH, compose_config
 from helpers.runs import TIMES, VARIED
 from helpers.slots import Crash  # noqa: F401 - the configuration names it
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo.data.rows import fingerprint, fingerprint_of_all
 from grpo.extras.report.runs import arms, curves, latest, load, table
 from grpo.runs.loggers import MetricsTable
 from grpo.runs.manifest import kept
 from grpo.runs.run import Run
+from grpo.system import files
 from grpo.system.errors import UserError
 from train import train
+
+TOKEN = "hf_abcdefghijklmnopqrstuv"  # the form of a secret
 
 
 class Question:
@@ -86,15 +91,30 @@ def test_how_a_run_ended(tmp_path):
             assert raised is error
         return Run(tmp_path).status
 
-    assert [status(e) for e in (None, SystemExit(), KeyboardInterrupt(), SystemExit(1), ValueError("no"))] == [
+    assert [status(e) for e in (None, SystemExit(), KeyboardInterrupt(), SystemExit(1), ValueError(TOKEN))] == [
         "finished", "finished", "interrupted", "interrupted", "failed",
     ]  # fmt: skip
     manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["error"] == "ValueError: ***"
     gone = subprocess.Popen(["true"])
     gone.wait()
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"status": "running", "pid": gone.pid}))
     assert Run(tmp_path).status == "stopped"
     assert Run(tmp_path / "nowhere").status == "failed"
+
+
+def test_a_resumed_run_adds_to_its_seconds(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"seconds": 1000.0}')
+    with kept(str(tmp_path), [], 0, {}):
+        assert Run(tmp_path).manifest["seconds"] == 1000.0
+    assert 1000.0 < Run(tmp_path).manifest["seconds"] < 1900.0
+
+
+def test_a_further_process_of_a_run_writes_no_manifest(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with kept(str(tmp_path), [], 0, {}) as note:
+        note()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_example_has_the_same_fingerprint_wherever_it_is():
@@ -121,8 +141,27 @@ def test_the_table_of_metrics(tmp_path):
     gone_back = MetricsTable(str(file))
     gone_back.log_metrics({"a": 9.0}, 2)
     gone_back.log_metrics({"c": 7.0}, 3)
+    gone_back.log_metrics({"b": 5.0}, 3)  # the rest of the step
     with file.open() as lines:
-        assert [row["a"] + row["b"] + row["c"] for row in csv.DictReader(lines)] == ["1.5", "2.0", "9.0", "7.0"]
+        found = [[row["step"], row["a"], row["b"], row["c"]] for row in csv.DictReader(lines)]
+    assert found == [["0", "", "1.5", ""], ["1", "2.0", "", ""], ["2", "9.0", "", ""], ["3", "", "5.0", "7.0"]]
+
+
+def test_a_row_that_a_full_disk_did_not_take_is_written_with_the_next(tmp_path, monkeypatch):
+    """A limit on the size of files stands for the full disk."""
+    table, (soft, hard) = MetricsTable(str(tmp_path / "metrics.csv")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(files, "LOST", {})
+    for step, limit in enumerate((soft, 10, soft, 10)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            table.log_metrics({"a": 1.5}, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert table.file.read_text().split() == ["step,a", "0,1.5", "1,1.5", "2,1.5"] and [*files.LOST] == [
+        str(table.file)
+    ]
+    table.finalize("success")
+    assert table.file.read_text().split()[-1] == "3,1.5" and not files.LOST
 
 
 def test_samples_of_some_rollouts_and_with_tokens(run):
@@ -196,3 +235,10 @@ def test_a_sample_without_a_reward_is_in_no_verdict(tmp_path):
     pd.DataFrame(samples).to_parquet(tmp_path / "samples.parquet")
     verdicts = Run(tmp_path).verdicts()["accuracy"]
     assert verdicts["a"] == 0.5 and pd.isna(verdicts["b"])
+
+
+def test_the_policy_of_a_run_is_the_best_that_it_saved(tmp_path):
+    assert Run(tmp_path).policy is None
+    for name in ("last", "best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        assert Run(tmp_path).policy == tmp_path / "checkpoints" / name

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from grpo.system import exits
 from grpo.system.calls import LOOK, Calls, awaited
 
 
@@ -31,6 +32,23 @@ def test_a_thread_that_hangs_is_replaced():
     assert [str(given) for given in found] == ["it took longer than 0.2 s"] * 3 + ["3", "4", "5"]
 
 
+def test_a_coroutine_has_what_its_call_has_left_of_the_time():
+    """The call computes for 0.9 s of 1 s, and its coroutine waits for 0.95 s."""
+
+    def work():
+        time.sleep(0.9)
+        return asyncio.sleep(0.95, "done")
+
+    async def one(seconds):
+        return await Calls(threads=1).run(0, seconds, work)
+
+    async def both():
+        return await asyncio.gather(one(1), one(60))
+
+    late, done = asyncio.run(both())
+    assert str(late) == "it took longer than 1 s" and done == "done"
+
+
 def test_what_a_call_raises_is_its_outcome():
     async def three():
         calls = Calls(threads=1)
@@ -40,6 +58,15 @@ def test_what_a_call_raises_is_its_outcome():
 
     left, wrong, loop = asyncio.run(three())
     assert isinstance(left, SystemExit) and isinstance(wrong, ValueError) and loop is awaited(running_loop())
+
+
+def test_a_thread_that_a_function_has_started_does_not_end_the_run_as_if_it_had_finished(capsys):
+    codes: list[int] = []
+    with exits.seen("the reward function 'mine'"):
+        thread = threading.Thread(target=exits._ended, args=(os.getpid(), codes.append, 0))
+        thread.start(), thread.join()
+    assert codes == [1]
+    assert capsys.readouterr().err == "error: os._exit was called while the reward function 'mine' ran\n"
 
 
 def test_a_fork_that_returns_ends():

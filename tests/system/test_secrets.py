@@ -68,10 +68,12 @@ def test_a_secret_is_known_by_its_value(monkeypatch):
     given = {
         "a": {"token": "short", "url": "u://${oc.env:X}", "list": ["battery-staple", 3]},
         "b": "${oc.env:MY_PASSWORD}",
+        "api_key": ["one", ["two"]],
     }
     assert masked_values(given) == {
         "a": {"token": "***", "url": "u://${oc.env:X}", "list": ["***", 3]},
         "b": "${oc.env:MY_PASSWORD}",
+        "api_key": ["***", ["***"]],
     }
 
 

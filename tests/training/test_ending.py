@@ -188,13 +188,14 @@ def test_half_of_a_rollouts_updates_are_not_saved(toy, tmp_path, caplog):
 def test_a_run_whose_process_is_gone_has_stopped(tmp_path):
     """It could not write how it ended. Its number may be that of another process by now."""
     process = psutil.Process()
-    facts = {"status": "running", "host": socket.gethostname(), "pid": os.getpid()}
-    for started, status in (
-        (process.create_time(), "running"),
-        (process.create_time() - 60, "stopped"),
-        (None, "running"),
+    facts = {"status": "running", "pid": os.getpid()}
+    for started, host, status in (
+        (process.create_time(), socket.gethostname(), "running"),
+        (process.create_time() - 60, socket.gethostname(), "stopped"),
+        (process.create_time() - 60, "elsewhere", "running"),  # nobody here knows
+        (None, socket.gethostname(), "running"),
     ):
-        (tmp_path / "manifest.json").write_text(json.dumps(facts | {"process_started": started}))
+        (tmp_path / "manifest.json").write_text(json.dumps(facts | {"host": host, "process_started": started}))
         assert Run(tmp_path).status == status
 
 
