@@ -26,6 +26,7 @@ def test_further_prompts_of_a_rollout_are_all_others_in_an_order_of_its_own():
     sampler = Uniform(list("abcdefgh"), size=2, seed=0)
     drawn = [sampler.draw(r, 2) + sampler.draw(r, 6, first=2) for r in range(3)]
     assert all(sorted(one) == list("abcdefgh") for one in drawn)
+    assert sampler.draw(0, 2, first=2) == drawn[0][2:4]  # no more than a pass has for the rollout
     common = {*"abcdefgh"}.difference(*(one[:2] for one in drawn))
     assert len({tuple(x for x in one if x in common) for one in drawn}) > 1
     assert sampler.progress(3) == {"data/prompts": 6.0, "data/epoch": 0.75}

@@ -12,6 +12,7 @@ from helpers.project import imports
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
+from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion, completion_of
 from grpo.env.types import Reward
 from grpo.rollout.collate import collate, scores
@@ -67,6 +68,22 @@ def test_foreign_classes_play_together():
     right, wrong = Reward(2.0, True, {"letters": 1.0}), Reward(-1.0, False, {"letters": 1.0})
     assert [sample.reward for sample in (first, second, waited)] == [right, right, wrong]
     assert cut.reward == Reward(-1.0, False, {"letters": 4.0})
+
+
+def test_a_class_with_both_methods_scores_the_group_and_one_that_adds_a_score_each_sample():
+    class Both(foreign.Task):
+        def score_group(self, example, trajectories):
+            return [Reward(float(len(trajectories)), True) for _ in trajectories]
+
+        def score(self, example, trajectory):
+            return Reward(-1.0, False)
+
+    class Own(Both):
+        def score(self, example, trajectory):
+            return Reward(7.0, True)
+
+    two = [sample.trajectory for sample in played(foreign.Engine(ANSWERS))[0]]
+    assert [[reward.value for reward in score_group(task, {}, two)] for task in (Both(), Own())] == [[2, 2], [7, 7]]
 
 
 def test_turns_and_the_context_end_an_episode_when_they_are_full():

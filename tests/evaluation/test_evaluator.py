@@ -142,6 +142,9 @@ def test_what_nobody_could_tell_is_left_out():
     assert (found["accuracy_lenient"].value, found["accuracy_lenient"].n) == (0.75, 2)
     assert (found["pass@2"].value, found["pass@2"].n) == (0.0, 1)  # only the second problem has two known samples
     assert (found["maj@2"].value, found["maj@2"].n) == (0.5, 2)
+    lenient[1] = [True, None]  # of a known sample: the lenient accuracy would be over others than the accuracy
+    partly = estimates(frame(groups, answer=[["1", "2"], ["3", "4"], ["5", "6"]], correct_lenient=lenient))
+    assert not {"accuracy_lenient", "maj@2"} & partly.keys() and partly["accuracy"].n == 2
     # right, wrong, wrong, unknown: 1 - C(2, 2) / C(3, 2) = 2/3 for the known three, and no pass@4
     four = estimates(frame([[sample(True), sample(False), sample(False), sample(None)]]))
     assert (four["pass@2"].value, four["pass@2"].n) == (pytest.approx(2 / 3), 1)

@@ -121,6 +121,12 @@ def test_what_is_only_logged_is_no_reward():
     (reward,) = Rewards([never, letters], [1, 0]).score({}, [said("ab")])
     assert math.isnan(reward.value) and reward.parts == {"letters": 2.0}
 
+    def unknown(completions, **columns):
+        return [Reward(math.nan, True, {"unknown": 7.0})] * len(completions)
+
+    (reward,) = Rewards([unknown, letters], [0, 1]).score({}, [said("ab")])
+    assert reward.value == 2.0 and reward.parts == {"unknown": 7.0, "letters": 2.0}
+
 
 def test_what_nobody_could_tell_is_never_a_zero():
     def hard(completions, **columns):
@@ -414,7 +420,11 @@ def test_weights_that_do_not_match_and_names_that_clash():
         Rewards([letters, later], [1.0])
     with pytest.raises(UserError, match=r"task\.weights names 'leters', but the rewards are letters, later"):
         Rewards([letters, later], {"leters": 1.0})
-    assert now(Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1})) == [0.1, 0.5, 1.0]
+    assert now(Rewards([letters, later, no_kwargs], {"later": 0.5}, 1.0, {"letters": 0.1, "later": 2.0})) == [
+        0.1,
+        0.5,
+        1.0,
+    ]
     assert now(Rewards([letters, later], None, 1.0, {"letters": 0.1, "format": 0.0})) == [0.1, 1.0]
     with pytest.raises(UserError, match="two reward functions are called 'letters'"):
         Rewards([letters, partial(letters, per=2)])

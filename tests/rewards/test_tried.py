@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from helpers.episodes import said
 
 from grpo.rewards import combined
 from grpo.system.errors import UserError
@@ -62,6 +63,29 @@ def test_the_line_names_the_form(tmp_path):
         rows(tmp_path, as_text, rewards=[for_messages]).examples("train")
     with pytest.raises(UserError, match="'forgets_one' gave 1 value for 2 completions"):
         rows(tmp_path, as_text, rewards=["last_number", forgets_one]).examples("train")
+
+
+class Running:
+    """Compares with the longest completion that it has seen."""
+
+    longest = 0
+
+    def __call__(self, completions, **columns):
+        self.longest = max(self.longest, *map(len, completions))
+        return [float(len(completion) == self.longest) for completion in completions]
+
+    def state_dict(self):
+        return {"longest": self.longest}
+
+    def load_state_dict(self, state):
+        self.longest = state["longest"]
+
+
+def test_a_function_forgets_the_made_up_answers(tmp_path):
+    function = Running()
+    task = rows(tmp_path, as_text, rewards=[function])
+    row = task.examples("train")[0]
+    assert function.longest == 0 and task.score(row, said("four")).value == 1.0
 
 
 def test_one_that_hangs_does_not_hold_the_run_up(tmp_path, monkeypatch):

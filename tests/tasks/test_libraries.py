@@ -76,6 +76,10 @@ def test_gymnasium_in_words():
     played(env, "?")
     assert env.outcome() == Reward(0.0, False)
     env.close()
+    short = task_of("task=gym", "task.make=gymnasium:FrozenLake-v1", "task.arguments={max_episode_steps: 2}",
+                    "task.actions=[left,right]").build({"seed": 3})  # fmt: skip
+    assert [type(one) for one in played(short, "left", "left")] == [State, State, Reward]  # cut short at the start
+    short.close()
 
 
 def test_textarena_does_not_disturb_others():

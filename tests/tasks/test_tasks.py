@@ -57,6 +57,9 @@ def test_gsm8k_rewards():
 
 
 def test_gsm8k_prompts():
+    worked = {"question": "How many?", "answer": "2 and 3 are 2+3=<<2+3=5>>5, and 5-4=<<5-4=1>>1.\n#### 1"}
+    said = "2 and 3 are 2+3=5, and 5-4=1.\nThe answer is \\boxed{1}."  # without the marks of its calculator
+    assert [GSM8K(str(EXAMPLES), prompt).demonstration(worked) for prompt in ("chat", "one_shot")] == [said, f" {said}"]
     example = {"question": "How many?", "answer": "#### 1"}
     (chat,) = asked(GSM8K(str(EXAMPLES), "chat"), example)
     assert chat.role == "user" and chat.content.startswith("How many?") and "\\boxed{}" in chat.content
@@ -243,6 +246,8 @@ def test_code_prompts_and_rewards(tmp_path):
         chat.score(row, said(text)).outcome
         for row, text in ((ADD, "a + b"), (DOUBLE, "    return 2 * x"), (DOUBLE, "2 * x"), (ADD, f"```python\n{good}"))
     ] == ["no_answer", "right", "no_answer", "no_answer"]
+    unreadable = chat.score({**ADD, "test_list": ["assert add(2, 3) =="]}, said(f"```python\n{good}```"))
+    assert unreadable.outcome == "error" and not unreadable.known  # the row's fault, not the program's
     assert base.score(ADD, said(f"{good}```")).correct and base.score(DOUBLE, said("    return 2 * x\nprint()")).correct
     loop = instantiate(
         compose_config("task=code", f"task.path={path}", "task.rewards.0.seconds=0.5", "output_dir=.").task

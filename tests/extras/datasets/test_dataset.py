@@ -7,7 +7,7 @@ from conftest import EXAMPLES, compose_config
 from helpers.rows import write
 from hydra.utils import instantiate
 
-from grpo.data.rows import point_of, side, spread
+from grpo.data.rows import Made, fingerprint, point_of, side, spread
 from grpo.extras.datasets.dataset import Dataset
 from grpo.system.errors import UserError
 
@@ -228,6 +228,23 @@ def test_a_stream_does_not_leak_and_misses_columns_at_once(tmp_path):
 
 def test_examples_are_spread_over_all_of_them():
     assert [spread(range(10), most) for most in (4, 10, 99, 0)] == [[0, 3, 6, 9], [*range(10)], [*range(10)], []]
+
+
+def test_rows_that_are_made_are_indexed_as_a_list_is():
+    squares = Made(5, lambda i: i * i)
+    assert (squares[-1], squares[-2:], squares[::2]) == (16, [9, 16], [0, 4, 16])
+    for index in (5, -6):
+        with pytest.raises(IndexError):
+            squares[index]
+
+
+def test_objects_with_the_same_attributes_have_one_fingerprint():
+    class Board:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    one, same, other = (fingerprint({"board": board}) for board in (Board(3), Board(3), Board(4)))
+    assert one == same != other
 
 
 def test_a_split_that_the_folder_lacks_is_held_out_of_train(tmp_path):

@@ -1,10 +1,12 @@
 """Programs that call the policy over HTTP: their calls are turns, and what they do wrong harms only their own sample."""
 
+import asyncio
 import json
 import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.demo.demo_model import make_model, make_tokenizer
+from grpo.extras.serve.dialects.request import CompletionRequest
 from grpo.extras.serve.sessions import Handler, NoAnswer, Sessions, posted
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
@@ -379,6 +382,32 @@ def unused_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def test_calls_that_wait_together_get_their_own_answers(tmp_path, monkeypatch, unused_port):
+    monkeypatch.setenv("GRPO_AGENT_KEY", "a key of ours")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q0"}\n')
+    task = Agent(str(tmp_path / "rows.jsonl"), port=unused_port, splits={"train": "train"})
+    env = task.build({"prompt": "q0"})
+
+    async def played(pool: ThreadPoolExecutor) -> tuple[list[str], list[str]]:
+        answers, state = [], asyncio.create_task(env.start())
+        await asyncio.sleep(0)
+        for count, text in enumerate(("How many?", "Who?"), 1):
+            answers.append(pool.submit(env.ask, CompletionRequest((Message("user", text),))))
+            while len(env.calls) < count:
+                await asyncio.sleep(0.001)
+        first = await state
+        second = await env.step(Action(Message("assistant", "Seven.")))
+        env.post(None)  # the program has ended
+        assert await env.step(Action(Message("assistant", "Ann."))) is None
+        asked = [state.messages[0].content for state in (first, second)]
+        return asked, [answer.result(60).message.content for answer in answers]
+
+    with ThreadPoolExecutor() as pool:
+        assert asyncio.run(played(pool)) == (["How many?", "Who?"], ["Seven.", "Ann."])
+    env.close()
+    task.server.shutdown()
 
 
 @pytest.mark.slow
