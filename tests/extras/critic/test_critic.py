@@ -13,7 +13,9 @@ from torch import tensor
 from grpo.extras.critic.gae import gae, value_loss
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
+from grpo.objectives.entropy import EntropyBonus
 from grpo.rollout.collate import collate
+from grpo.system import distributed
 from grpo.system.errors import UserError
 
 LAYOUTS = ["padded", "packed", "shared_prompt"]
@@ -123,7 +125,14 @@ def test_rows_may_be_cut_padded_and_ordered_in_any_way(toy, own, several):
 def test_pretraining_moves_the_critic_alone(toy, own):
     """In the first rollout, on sums of rewards whatever lam is; in the second both learn. The optimizer has seen no gradient."""
     adamw = partial(torch.optim.AdamW, weight_decay=0.1)
-    settings = {"coef": 1.0, "lam": 0.0, "pretrain": 1, "optimizer": adamw, "critic_lr": 1e-2}
+    settings = {
+        "coef": 1.0,
+        "lam": 0.0,
+        "pretrain": 1,
+        "optimizer": adamw,
+        "critic_lr": 1e-2,
+        "entropy": EntropyBonus(1e-3),
+    }
     module = actor_critic(policy := fresh(toy), toy if own else None, **settings)
     before = {name: p.detach().clone() for name, p in module.trained().items()}
     first, metrics = learned(module, batch := rollout())
@@ -133,11 +142,22 @@ def test_pretraining_moves_the_critic_alone(toy, own):
     assert (len(moved) > 2) == own and not any(p in module.optimizers().state for p in policy.parameters())
     torch.testing.assert_close(batch.tokens.targets, ADVANTAGES.flatten()[:, None] * batch.tokens.mask)
     assert (metrics["loss/grad_norm"], metrics["loss/skipped"]) == (0.0, 0.0)
+    assert module.entropy.entropy == torch.inf  # the controller has seen no update
     second, metrics = learned(module, batch := rollout(1))
-    assert all(not torch.equal(p, first[name]) for name, p in second.items())
+    assert all(not torch.equal(p, first[name]) for name, p in second.items()) and 0 < module.entropy.entropy < 20
     following = batch.tokens.values[2, :4].roll(-1)
     following[-1] = 0.5  # lam 0: the next value, and at the end the reward
     torch.testing.assert_close(batch.tokens.targets[2, :4], following)
+
+
+def test_the_value_loss_is_a_mean_over_the_tokens_of_all_ranks(toy, monkeypatch):
+    """Two ranks of 10 tokens each: the mean of their gradients is that of the sum over 20 tokens, divided by 20."""
+    module = actor_critic(fresh(toy))
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_sum", lambda count: 2 * count)
+    tokens = collate(GROUPS)
+    found = module.parts["critic"].weigh(replace(tokens, values=torch.zeros(4, 4)), 4.0).valuing
+    torch.testing.assert_close(found, 2 / 20 * tokens.mask)
 
 
 def test_a_critic_on_low_precision_and_an_adapter(toy):

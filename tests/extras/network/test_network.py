@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from grpo.extras.network.answers import addresses, reading
 from grpo.extras.network.child import start, stop
 from grpo.extras.network.ports import check_port, family, holder
 from grpo.system.errors import UserError
@@ -34,6 +35,13 @@ def test_a_port_that_is_taken_names_its_holder():
         *[socket.AF_INET6] * 2,
         *[socket.AF_INET] * 2,
     ]
+
+
+def test_addresses_are_named_once_and_an_answer_without_a_part_is_one_line():
+    assert addresses(["http://a:1/", "http://b:1", "http://a:1"], "urls") == ["http://a:1", "http://b:1"]
+    line = r"^http://a:1 answers what cannot be read, without 'choices': \{\}$"
+    with pytest.raises(UserError, match=line), reading("http://a:1", answer := {}, UserError):
+        answer["choices"]
 
 
 def test_commands_have_sessions_of_their_own_and_have_ended_when_stop_returns():

@@ -74,6 +74,18 @@ def test_muon_learns_hidden_matrices_and_adamw_the_rest():
     assert [group["uses"] for group in maker("muon")(adapter.items()).param_groups] == ["Muon"]
 
 
+def test_after_a_state_is_loaded_muon_and_adamw_follow_the_new_rates():
+    ours = weights()
+    optimizer = maker("muon")(ours.items())
+    learn(ours, optimizer, steps=1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {name: p.detach().clone() for name, p in ours.items()}
+    learn(ours, optimizer, steps=1)
+    assert all(torch.equal(p, before[name]) for name, p in ours.items())
+
+
 @pytest.mark.parametrize("option", ["sgd", "adamw", "muon"])
 def test_groups_by_name_have_a_learning_rate_of_their_own(option):
     """The first pattern that fits counts; the schedule multiplies each rate; a saved state comes back, also with masters."""

@@ -29,6 +29,7 @@ from grpo.extras.preflight import CHECKS, data, episodes, learning, sampling
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight import probe as probing
 from grpo.extras.preflight.allowance import Allowance
+from grpo.extras.preflight.checked import mean_gap
 from grpo.extras.preflight.forecast import Part
 from grpo.extras.preflight.plan import RunPlan, disk, duration, plan_of
 from grpo.extras.preflight.plan.disk import checkpoint_bytes
@@ -169,6 +170,35 @@ def test_most_answers_cut_short_are_a_warning(probe, caplog):
     assert "31 of 32 answers cut short" in caplog.text
 
 
+def test_an_answer_longer_than_its_own_state_allows(probe):
+    [first, *others], *groups = probe.groups
+    step = first.trajectory.steps[0]
+    short = replace(step, state=replace(step.state, max_tokens=1))
+    first = replace(first, trajectory=replace(first.trajectory, steps=(short,)))
+    probe.__dict__["played"] = [([[first, *others], *groups], 1.0)]
+    found = preflight.outcome(CHECKS["prompts differ, answers end"], probe)
+    assert found.result == "FAIL" and found.compared == f"an answer has {first.length} tokens of at most 1"
+
+
+@pytest.mark.parametrize("mode", ["on", "only", "warn"])
+def test_a_check_that_raises_fails_and_ends_the_run_unless_it_only_warns(mode, caplog):
+    failure = preflight.outcome(lambda probe: 1 / 0, None)
+    assert failure.result == "FAIL" and "ZeroDivisionError" in failure.compared
+    callback = preflight.PreflightCallback(mode, SimpleNamespace(), SimpleNamespace(), {})
+    callback.verdicts = {"a check": failure}
+    if mode == "warn":
+        callback.act_on_verdicts()
+        assert "preflight failed: a check: " in caplog.text
+    else:
+        with pytest.raises(PreflightError, match="preflight failed: a check: "):
+            callback.act_on_verdicts()
+
+
+def test_the_gap_is_the_mean_over_sampled_tokens():
+    tokens = SimpleNamespace(mask=torch.tensor([[True, True, False, False]]))
+    assert mean_gap(torch.tensor([[1.0, -2.0, 50.0, 0.0]]), torch.zeros(1, 4), tokens) == 1.5
+
+
 def test_a_start_token_that_is_never_put_in_front(probe, monkeypatch):
     """The place alone tells this model the next token, and it has learned places behind a start token."""
     asked = [group[0].turns[0].prompt_ids for group in probe.groups]
@@ -255,6 +285,19 @@ def test_a_reward_that_sees_only_the_last_digit(probe, monkeypatch):
     long = sum(len(gold(row)) > 1 for row in probe.rows)
     assert found.result == "FAIL" and found.remedy == "the reward accepts wrong answers"
     assert f"{long} damaged ones are" in found.compared and long > 0
+
+
+def test_a_reward_that_accepts_damaged_answers_alone(probe, monkeypatch):
+    gold = probe.rollouts.task.gold
+
+    def score_group(row, said):
+        accepted = {f"#### {answer}" for answer in (gold(row), data.damaged(gold(row)))}
+        return [Reward(float(good), good) for good in (one.answer in accepted for one in said)]
+
+    monkeypatch.setattr(probe.rollouts.task, "score_group", score_group)
+    found = preflight.outcome(CHECKS["gold answers are right"], probe)
+    assert found.result == "FAIL" and found.remedy == "the reward accepts wrong answers"
+    assert found.compared.endswith(", 0 answers of other rows and 8 damaged ones are")
 
 
 def test_a_reward_of_the_wrong_sign(probe, monkeypatch):

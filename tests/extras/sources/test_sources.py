@@ -10,7 +10,7 @@ from conftest import preset
 import grpo
 from grpo.env.tokens import Completion, rows_of_turns
 from grpo.extras.sources.conversion import Conversion
-from grpo.extras.sources.file import Recorded
+from grpo.extras.sources.file import Recorded, row_of_a_run
 from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate, scores
@@ -63,6 +63,12 @@ def test_the_end_is_an_end_token_or_a_guess(convert, caplog):
     cut = one(convert, given(finish="length"))
     assert cut.reward.extra == {"versions": "unknown"}
     assert [turn.completion.finish for turn in cut.turns] == ["stop", "length"]  # the first was answered
+
+
+def test_a_recorded_sample_keeps_how_it_ended(convert):
+    row = {"rows": [ROW], "prompt_index": 0, "given_advantage": None, "reward": 1.0, "correct": True}
+    for truncated in (False, True):
+        assert one(convert, row_of_a_run(row | {"truncated": truncated}, 0)).trajectory.truncated == truncated
 
 
 def test_advantages_of_sample_and_tokens(convert, caplog):
