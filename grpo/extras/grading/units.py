@@ -148,7 +148,8 @@ def _unit(words: list[str]):
     for spelled in dict.fromkeys([text, text.replace(" ", "_"), text.lower(), text.removesuffix("s")]):
         try:
             with _LOCK:
-                return _pint().parse_units(spelled)
+                unit = _pint().parse_units(spelled)
+                return unit if unit.dimensionality is not None else None  # raises for dB/m
         except Exception:  # pint raises many errors on what is no unit
             continue
     return None
