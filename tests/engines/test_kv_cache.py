@@ -10,7 +10,7 @@ from helpers.models import MORE, gap, model_of
 from grpo.engines.builtin import engine as builtin
 from grpo.engines.builtin import kv_cache
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
-from grpo.engines.builtin.kv_cache import KVCache, Prefill
+from grpo.engines.builtin.kv_cache import KVCache, Prefill, alike_until
 from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.protocol import Sampling
@@ -93,6 +93,7 @@ def test_a_beginning_that_all_prompts_share_is_computed_once(family, monkeypatch
         found = engine.sample(prompts, Sampling(12, temperature=0.8), range(6))
         assert read == [tokens]
         assert gap(model, prompts, found, 0.8) < 1e-5
+    assert alike_until([(1, 2, 3, 4), (1, 2, 3)]) == 2  # the last token of each is its own
 
 
 def test_a_small_llama_is_computed_in_few_operations_with_the_same_result():

@@ -106,8 +106,9 @@ def test_the_version_before_is_reached_by_even_steps():
         with_staleness(collate(groups := [[sample(((1,), (7, 8, 9, 5), (3, 4, 5, 6)))]]), groups, 3, 6),
         rollout_logprobs=rollouts, advantages=torch.ones(1, 4), old_logprobs=torch.zeros(1, 4), weights=torch.ones(1, 4),
     )  # fmt: skip
-    _, logged = algorithm.loss(torch.full((1, 4), at[6]), torch.zeros(1, 4), tokens)
+    loss, logged = algorithm.loss(learns := torch.full((1, 4), at[6], requires_grad=True), torch.zeros(1, 4), tokens)
     close(logged["ratio"].log(), tensor([[0.3, 0.3, 0.3, 0.0]]), atol=1e-6, rtol=0)
+    assert torch.autograd.grad(loss, learns)[0][0, :3].tolist() == [0, 0, 0]  # clipped, and between has no gradient
     close(logged["correction"].log(), tensor([[0.6, 0.3, 0.0, 0.0]]), atol=1e-6, rtol=0)
 
 
