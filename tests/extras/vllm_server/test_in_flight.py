@@ -3,14 +3,12 @@
 They run before the tests of test_server.py, which leave the servers with half of another model.
 """
 
-import re
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
-import httpx2
 import psutil
 import pytest
 from helpers.in_flight import segments
@@ -35,48 +33,41 @@ def served(pair, tmp_path):
     engine.close()
 
 
-def wait_for_tokens(url: str, more: int) -> None:
-    """Wait until the server has sampled so many tokens more."""
-    tokens, wanted, begun = 0.0, None, time.monotonic()
-    while wanted is None or tokens < wanted:
-        text = httpx2.get(f"{url}/metrics", timeout=60, trust_env=False).text
-        tokens = sum(map(float, re.findall(r"vllm:generation_tokens_total\{.*\} (\S+)", text)))
-        wanted = wanted or tokens + more
-        assert time.monotonic() < begun + 300, "it samples nothing"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("recompute", [True, False])
 def test_completions_of_three_threads_go_on_with_new_weights(served, recompute):
     engine, model = served
     [server] = engine._fleet.servers
     server.recompute = recompute
-    models = {1: deepcopy(model)}
-    engine.load_weights(model, 1)
     prompt = [60 + i % 30 for i in range(200)]
-    begun = threading.Event()
+    models, spanned = {}, []
+
+    def load() -> None:
+        models[version := len(models) + 1] = deepcopy(model)
+        disturb(models[version], seed=version, size=0.03)
+        engine.load_weights(models[version], version)
 
     def play(i: int):
         engine.sample(PROMPTS, Sampling(2), range(3))
         begun.set()
         return engine.sample(PROMPTS, LONG, [10 * i, 10 * i + 1, 10 * i + 2])
 
-    with ThreadPoolExecutor(4) as pool:
-        cached = pool.submit(engine.sample, [prompt], LONG, [1])
-        threads = [pool.submit(play, i) for i in range(3)]
-        assert begun.wait(300)
-        for version in (2, 3):
-            wait_for_tokens(server.url, 100)
-            models[version] = deepcopy(model)
-            disturb(models[version], seed=version, size=0.03)
-            engine.load_weights(models[version], version)
-        late = engine.sample([prompt] * 2, Sampling(8), [5, 6])
-        pairs = [pair for thread in threads for pair in zip(PROMPTS, thread.result(), strict=True)]
-        pairs.append((prompt, cached.result()[0]))
+    while not spanned and len(models) < 15:  # on a busy machine the weights may arrive early or late: then once more
+        load()
+        begun = threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            cached = pool.submit(engine.sample, [prompt], LONG, [1])
+            threads = [pool.submit(play, i) for i in range(3)]
+            assert begun.wait(300)
+            for _ in range(2):
+                time.sleep(0.3)
+                load()
+            late = engine.sample([prompt] * 2, Sampling(8), [5, 6])
+            pairs = [pair for thread in threads for pair in zip(PROMPTS, thread.result(), strict=True)]
+            pairs.append((prompt, cached.result()[0]))
+        spanned = [(p, done) for p, done in pairs if len({*done.versions}) > 1]
 
-    newest = models[3]
-    assert {v for done in late for v in done.versions} == {3} and gap(newest, [prompt] * 2, late) < BOUND
-    spanned = [(p, done) for p, done in pairs if len({*done.versions}) > 1]
+    newest = models[len(models)]
+    assert {v for done in late for v in done.versions} == {len(models)} and gap(newest, [prompt] * 2, late) < BOUND
     assert spanned and all(len(done.ids) == 240 for _, done in pairs)
     for before, done in pairs:
         for n, (version, text, part) in enumerate(segments(before, done)):
@@ -103,7 +94,7 @@ def test_a_server_that_hangs_in_flight_is_named_and_found_again(served, pair, ca
     threading.Timer(8, lambda: [process.send_signal(signal.SIGCONT) for process in family]).start()
     with ThreadPoolExecutor(3) as pool:
         threads = [pool.submit(engine.sample, PROMPTS * 2, LONG, range(6)) for _ in range(2)]
-        wait_for_tokens(server.url, 100)
+        time.sleep(0.3)
         stop()
         load = pool.submit(engine.load_weights, new, 2)
         assert all(len(done.ids) == 240 for thread in threads for done in thread.result(60))
