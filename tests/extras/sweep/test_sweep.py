@@ -17,7 +17,7 @@ from conftest import ROOT, compose_config
 from grpo.extras.network import child
 from grpo.extras.sweep.arms import check_arms
 from grpo.extras.sweep.jobs import Job
-from grpo.extras.sweep.sweep import Sweep, places
+from grpo.extras.sweep.sweep import Sweep, places, reported
 from grpo.system.errors import UserError
 from train import train
 
@@ -81,6 +81,7 @@ def test_a_second_call_runs_what_is_not_finished(tmp_path):
     first.lock.close()
 
     (failed.folder / "left").touch()
+    (failed.folder / "manifest.json").write_text('{"status": "failed"}')
     second = make(tmp_path)
     again = [add(second, 1, 0), add(second, 0, 1), add(second, 0, 0)]  # in another order, and a new one
     assert [job.number for job in again] == [1, 2, 0] and again[2].status == "finished"
@@ -88,6 +89,9 @@ def test_a_second_call_runs_what_is_not_finished(tmp_path):
     assert [job.status for job in again] == ["failed", "finished", "finished"]
     assert (done.folder / "began").stat().st_mtime_ns == before
     assert (tmp_path / "stopped" / "1" / "left").exists() and not (failed.folder / "left").exists()
+    assert second.number(["jobs=1", "code=0"]) == 2  # however it is ordered
+    second.forget([])  # too late
+    assert second.jobs == again
     assert json.loads((tmp_path / "jobs.json").read_text()) == [
         ["code=0", "jobs=0"], ["code=1", "jobs=0"], ["code=0", "jobs=1"],
     ]  # fmt: skip
@@ -106,6 +110,24 @@ def test_a_job_goes_on_from_its_checkpoint_and_without_one_it_starts_anew(tmp_pa
     assert job.arguments() == ["seed=1", f"ckpt_path='{folder}'", "resume.auto=true"]
     shutil.rmtree(folder / "checkpoints")
     assert job.arguments() == ["seed=1", "ckpt_path=x"] and not folder.exists()
+
+
+def test_the_output_of_a_job_goes_on_without_its_secrets(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    sweep = Sweep(tmp_path, lambda _, words: [sys.executable, "-c", "print('after')", *words], [{}], "do it again")
+    job = sweep.add(Job(0, tmp_path / "0", ["logger.wandb.api_key=abcdefgh1234"], ""))
+    (job.folder / "checkpoints" / "00002.ckpt").mkdir(parents=True)
+    job.output.write_text("before\n")
+    sweep.run()
+    first, command, last = job.output.read_text().splitlines()
+    assert (first, last) == ("before", "after") and "logger.wandb.api_key=" in command and "abcdefgh" not in command
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_a_sweeper_raises_is_raised_after_the_table(monkeypatch):
+    monkeypatch.setattr("grpo.extras.sweep.sweep.SWEEPS", [])
+    with pytest.raises(RuntimeError, match="no trial"), reported():
+        raise RuntimeError("no trial")
 
 
 def test_places():
@@ -159,13 +181,14 @@ def test_an_arm_that_cannot_be_is_named_before_the_first_job():
     }
     good = arms["algo.num_minibatches=4"]
     check_arms({"as it is": good, "once more": good})
+    later = compose_config("output_dir=.", "rollout.group_size=${oc.env:NOBODY_HAS_SET_THIS}")  # known only in the job
     for label, part in {
         "rollout.group_size=1": "rollout.group_size=1: advantages compare the samples",
         "eval.samples=2": "eval.samples=2 at temperature 0",
         "model.path=/no/folder": "model.path=/no/folder is neither a local folder nor",
     }.items():
         with pytest.raises(UserError) as refusal:
-            check_arms({"as it is": good, label: arms[label]})
+            check_arms({"as it is": good, "later": later, label: arms[label]})
         assert str(refusal.value).startswith(f"the arm {label} cannot run, and no job has begun: {part}")
 
 
