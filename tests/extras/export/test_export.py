@@ -89,3 +89,6 @@ def test_the_licence_is_that_of_the_base(tmp_path):
     main([str(run)])
     data = ModelCard.load(run / "export" / "README.md").data
     assert (data.license, data.license_name) == ("other", "theirs")
+    main([str(run), str(tmp_path / "own"), "--license", "mit"])
+    data = ModelCard.load(tmp_path / "own" / "README.md").data
+    assert (data.license, data.get("license_name")) == ("mit", None)

@@ -13,11 +13,13 @@ import lightning as L
 import pytest
 from conftest import compose_config
 from helpers.runs import VARIED
+from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from grpo.extras.trackers.trackers import MLflow, TensorBoard, Trackio, Wandb, allowed, markdown, sweep
+from grpo.extras.trackers.trackers import MLflow, TensorBoard, Tracker, Trackio, Wandb, allowed, markdown, sweep
 from grpo.runs.run import Run
+from grpo.system.output.secrets import learn
 from train import train
 
 pytestmark = pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="needs wandb and mlflow")
@@ -81,6 +83,7 @@ def test_all_loggers_get_the_same_numbers_settings_and_texts(smoke, tmp_path, ca
     (found,) = client.search_runs([client.get_experiment_by_name("grpo").experiment_id])
     histories = {name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics}
     there = {(name, metric.step): metric.value for name, history in histories.items() for metric in history}
+    assert time.time() - next(iter(histories.values()))[0].timestamp / 1000 < 3600  # they are milliseconds
     assert there == pytest.approx({(allowed(name), step): value for (name, step), value in logged.items()})
     assert {("eval/pass_at_2", 0), ("eval/pass_hat_2", 0)} <= there.keys()
     assert found.data.params["optim.optimizer.lr"] == "0.001" and found.data.params["task.path"] == VARIED["path"]
@@ -247,6 +250,39 @@ def test_an_address_in_the_environment_is_kept_nowhere(smoke, tmp_path, monkeypa
     assert files and not any(b"hunter2" in file.read_bytes() for file in files)
 
 
+class Noted(Tracker):
+    """Notes how it ended. Its client refuses the key of the environment."""
+
+    advice = "none"
+
+    def start(self, settings) -> None: ...
+
+    def metrics(self, metrics, step) -> None:
+        raise ConnectionError("no right for abcdefgh1234")
+
+    def end(self, well: bool) -> None:
+        self.well = well
+
+
+def test_a_tracker_begins_on_one_rank_shows_no_secret_and_knows_how_the_run_ended(tmp_path, caplog, monkeypatch):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setenv("WANDB_API_KEY", "abcdefgh1234")
+    learn([])
+    for status in ("success", "failed"):
+        tracker = Noted(str(tmp_path))
+        _ = tracker.experiment
+        tracker.finalize(status)
+        assert tracker.well == (status == "success")
+    tracker = Noted(str(tmp_path))
+    _ = tracker.experiment
+    tracker.log_metrics({"a": 1.0}, 0)
+    assert warnings(caplog) == ["Noted failed, the run continues without it: no right for ***"]
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    other = Noted(str(tmp_path))
+    _ = other.experiment
+    assert other.works is None
+
+
 def test_runs_of_a_sweep_are_a_group(tmp_path):
     job = tmp_path / "lr" / "3"
     job.mkdir(parents=True)
@@ -261,6 +297,11 @@ def test_runs_of_a_sweep_are_a_group(tmp_path):
     assert MLflow(str(job), "sqlite://").tags == {"group": "lr"}
 
 
+def test_the_configured_address_of_mlflow_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere")
+    assert [MLflow(str(tmp_path), uri).uri for uri in ("sqlite://", None)] == ["sqlite://", "http://elsewhere"]
+
+
 def test_a_tracker_that_never_began_is_silent(tmp_path, caplog):
     tracker = TensorBoard(str(tmp_path))
     tracker.log_metrics({"a": 1.0}, 0)
@@ -271,6 +312,7 @@ def test_a_tracker_that_never_began_is_silent(tmp_path, caplog):
 def test_text_shows_as_it_is():
     row = {"prompt": "2 < 3 | *x*\n\n# so", "completion": "", "reward": 0.25, "advantage": None}
     text = markdown([row, {"completion": "<b>"}])
+    assert [allowed(f"eval/{name}") for name in ("pass@8", "pass^8")] == ["eval/pass_at_8", "eval/pass_hat_8"]
     assert text.splitlines()[0] == "**reward** 0.25"
     html = markdown_to_safe_html(text)
     assert "<code>2 &lt; 3 | *x*\n\n# so\n</code>" in html and "<code>&lt;b&gt;\n</code>" in html
