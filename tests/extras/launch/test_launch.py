@@ -15,6 +15,7 @@ from conftest import ROOT, TEST_PATH, compose_config
 from helpers.runs import rows
 
 from grpo.extras.launch.launch import launch_file, main, shared_folder
+from grpo.extras.launch.skypilot import with_file
 from grpo.extras.vllm_server.launch import free_ports
 from grpo.system.errors import UserError
 from grpo.training.checkpoints import PlainCheckpoints
@@ -75,10 +76,11 @@ def test_a_colocated_run_has_no_servers(tmp_path):
 
 
 def test_lines_of_torchrun_name_every_server(tmp_path):
-    text = launch_file("torchrun", [f"experiment={SPLIT[0]}"], FOLDER)
+    text = launch_file("torchrun", [f"experiment={SPLIT[0]}", "engine.wait=77"], FOLDER)
     given = "\n".join(f"{name}=host" for name in ("HEAD", *(f"SERVER_{i + 1}" for i in range(4))))
     checked(f"{given}\n{text}", tmp_path, "error")  # `cd || exit` would close the shell of whoever pastes a line
     assert "--nnodes 4 --nproc-per-node 8 --max-restarts 3" in text
+    assert text.count("engine.wait=") == text.count("engine.wait=77") == 1  # not a longer one after the user's
     assert text.count("vllm.entrypoints") == 8 and "CUDA_VISIBLE_DEVICES=4,5,6,7" in text
     assert "http://$SERVER_1:8000,http://$SERVER_1:8001,http://$SERVER_2:8000" in text
 
@@ -133,6 +135,20 @@ def test_a_rented_machine_gets_the_project_and_the_files_that_an_override_names(
     )
 
 
+def test_files_of_one_name_and_files_that_git_ignores_have_places_of_their_own(tmp_path):
+    project, mounts = tmp_path / "project", {}
+    for folder in ("kept", "ignored"):
+        (project / folder).mkdir(parents=True)
+        (project / folder / "rows.jsonl").touch()
+    (tmp_path / "rows.jsonl").touch()
+    (project / ".gitignore").write_text("ignored/\n")
+    subprocess.run(["git", "init", "--quiet", str(project)], check=True)
+    named = [f"{folder}/rows.jsonl" for folder in (project / "kept", project / "ignored", tmp_path)]
+    places = ["kept/rows.jsonl", "/tmp/grpo-files/0/rows.jsonl", "/tmp/grpo-files/1/rows.jsonl"]
+    assert with_file(f"a=[{','.join(named)}]", project, mounts) == f"a=[{','.join(places)}]"
+    assert mounts == dict(zip(places[1:], named[1:], strict=True))
+
+
 def test_a_bucket_has_the_run_and_servers_have_gpus_of_their_own():
     servers = [
         "engine=vllm_server",
@@ -179,7 +195,13 @@ def test_a_rented_machine_trains_and_evaluates(smoke, tmp_path):
         ("slurm", ["engine=vllm_server"], "engine=vllm_server has no servers: set deployment.server_nodes"),
         ("slurm", ["engine=vllm_server", "deployment.server_nodes=1"], "need model.path=FOLDER_OR_HUB_ID"),
         ("slurm", ["logger=wandb", "+logger.wandb.api_key=abcdefgh1234"], "logger.wandb.api_key holds a secret"),
+        (
+            "slurm",
+            ["logger=wandb", "+logger.wandb.api_key=${oc.env:USER}abcdefgh1234"],
+            "logger.wandb.api_key holds a secret",
+        ),
         ("compose", ["experiment=qwen32b_split"], "is for one machine"),
+        ("compose", ["trainer.num_nodes=2", "deployment.image=grpo"], "is for one machine"),
         ("compose", ["experiment=qwen32b_split", *ONE_MACHINE, "engine.sync=nccl"], "set engine.sync=disk"),
         ("compose", [], "needs deployment.image=IMAGE"),
         ("skypilot", ["trainer=cpu", "trainer.num_nodes=2"], "rents one machine: set trainer.num_nodes=1"),
@@ -195,7 +217,7 @@ def test_a_mistake_gets_one_line(kind, overrides, line):
     assert line in str(error.value) and "\n" not in str(error.value) and "abcdefgh" not in str(error.value)
 
 
-def test_wrong_flags_and_a_missing_sbatch_are_named(monkeypatch, tmp_path):
+def test_wrong_flags_and_a_missing_sbatch_are_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     for arguments, line in (
         (["--dry"], "--dry is no flag"),
@@ -205,7 +227,11 @@ def test_wrong_flags_and_a_missing_sbatch_are_named(monkeypatch, tmp_path):
     ):
         with pytest.raises(UserError, match=line):
             main(arguments)
-    assert shared_folder(["hydra.run.dir=outputs/a"]).is_absolute()
+    assert not capsys.readouterr().out
+    main(["--dry-run", f"hydra.run.dir={tmp_path / 'run'}"])
+    assert capsys.readouterr().out.startswith("#!/bin/bash") and not (tmp_path / "run").exists()
+    folder = shared_folder(["hydra.run.dir=outputs/a", "hydra.run.dir=outputs/b"])  # Hydra takes the last
+    assert folder.is_absolute() and folder.name == "b"
 
 
 def tiny(smoke, folder: Path) -> list[str]:

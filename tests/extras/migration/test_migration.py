@@ -21,7 +21,7 @@ from huggingface_hub.cli import hf
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from grpo.extras.migration.foreign import printed, rows
-from grpo.extras.migration.from_trl import main, translated
+from grpo.extras.migration.from_trl import hydra_value, main, translated, unread_lines
 from grpo.extras.migration.trl_script import read_script
 from grpo.system.errors import UserError
 
@@ -175,7 +175,7 @@ SCRIPT = """
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from trl.rewards import accuracy_reward
+from trl.rewards import accuracy_reward as exact
 import mine.rewards as ours
 
 MODEL = "org/model"
@@ -188,7 +188,7 @@ for rate in (1e-6, 1e-5):
     config = GRPOConfig("runs/short", learning_rate=rate, per_device_train_batch_size=4, seed=7, **common)
 trainer = GRPOTrainer(
     AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16, revision="v2"),
-    [short, accuracy_reward, ours.polite, "org/judge", made(3)],
+    [short, exact, ours.polite, "org/judge", made(3)],
     config,
     train_dataset=load_dataset("org/rows", "main", split="train"),
     callbacks=[Stop()],
@@ -200,7 +200,7 @@ raise SystemExit("nothing of this is run")
 
 def test_a_script_is_read_without_running_it(tmp_path, capsys):
     (tmp_path / "script.py").write_text(SCRIPT)
-    main([str(tmp_path / "script.py"), "num_processes=2", "temperature=0.9"])
+    main([str(tmp_path / "script.py"), "num_processes=2", "temperature=0.9", "seed=9"])
     *lines, command = capsys.readouterr().out.splitlines()
     assert lines[:5] == [
         "# line 11: copy short into rewards.py, with what it needs: to import it from script.py would run that script",
@@ -211,7 +211,7 @@ def test_a_script_is_read_without_running_it(tmp_path, capsys):
     ]
     assert [line.split(":")[0] for line in lines[5:]] == ["# per_device_train_batch_size"]
     words = """
-        hydra.run.dir=runs/short rollout.group_size=4 rollout.prompts=2 algo.num_minibatches=1 seed=7 max_tokens=100
+        hydra.run.dir=runs/short rollout.group_size=4 rollout.prompts=2 algo.num_minibatches=1 seed=9 max_tokens=100
         trainer.devices=2 model=path model.path=org/model model.dtype=bfloat16 model.revision=v2 rollout.sampling.temperature=0.9
         task.path=org/rows task.config=main task.splits.train=train optim.optimizer.lr=1e-06
         task.rewards=[rewards.py:short,trl.rewards.accuracy_reward,mine.rewards.polite,org/judge]
@@ -234,6 +234,25 @@ def test_a_wrong_script_is_one_line(tmp_path, text, line):
     with pytest.raises(UserError, match=re.escape(line)) as error:
         main([str(tmp_path / "script.py")])
     assert "\n" not in str(error.value)
+
+
+def test_a_variable_that_may_have_two_values_is_not_read_unless_it_is_given(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("def made(rate):\n    return GRPOConfig(learning_rate=rate, seed=3)\nrate = 0.5")
+    found = read_script(script)
+    assert found.fields == {"seed": 3}
+    assert unread_lines(DATA, found, ()) == ["line 2: learning_rate=rate is not read: optim.optimizer.lr"]
+    assert unread_lines(DATA, found, {"learning_rate"}) == []
+
+
+def test_what_a_field_of_trl_becomes():
+    assert [hydra_value(text) for text in ("true", "NULL", "truth")] == ["'true'", "'NULL'", "truth"]
+    updates = {"per_device_train_batch_size": 8, "steps_per_generation": 1, "gradient_accumulation_steps": 2}
+    rows = {"eval_strategy": "steps", "per_device_eval_batch_size": 4, "num_processes": 2}  # 8 rows, and 8 samples
+    for fields in (updates, rows):
+        translated(DATA, fields)  # TRL takes these sizes
+    words, _ = translated(DATA, {"per_gpu_train_batch_size": 16})
+    assert words == translated(DATA, {"per_device_train_batch_size": 16})[0] != translated(DATA, {})[0]
 
 
 def test_rows_that_a_script_makes_go_into_a_file(tmp_path):

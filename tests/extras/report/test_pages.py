@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pytest
 from conftest import EXAMPLES
 
 from grpo.extras.report import page
