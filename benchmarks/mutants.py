@@ -105,6 +105,10 @@ def faults() -> list[Fault]:
             raise ValueError(f"{one.name}: the old text occurs {count} times, not once: {one.old}")
         if missing := [file for file in files([one]) if not (ROOT / file).exists()]:
             raise ValueError(f"{one.name}: there is no {missing[0]}")
+        for word in one.tests.split():
+            file, _, part = word.partition("::")
+            if part not in (ROOT / file).read_text(encoding="utf-8"):
+                raise ValueError(f"{one.name}: no test of {file} has {part} in its name")
     return found
 
 

@@ -15,6 +15,7 @@ from grpo.config.resuming import (
     chosen_changes,
     continued,
     joined,
+    policy_folder,
     save_config,
     saved_config,
 )
@@ -210,3 +211,10 @@ def test_later_arguments_replace_earlier_ones():
     saved, then, now = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 9, "b": {"c": 2}}, {"a": 9, "b": {"c": 5}, "e": 6}
     assert changed(saved, then, now) == {"a": 1, "b": {"c": 5, "d": 3}, "e": 6}
     assert changed(saved, now, then) == {"a": 1, "b": {"c": 2, "d": 3}}
+
+
+def test_a_run_stands_for_its_best_policy_else_for_its_last(tmp_path):
+    for name in ("last", "best"):
+        (folder := tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (folder / "config.json").touch()
+        assert policy_folder(str(tmp_path)) == folder

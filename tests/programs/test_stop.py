@@ -97,6 +97,8 @@ def test_a_finished_run_needs_nothing_and_an_unfinished_one_without_a_checkpoint
         (tmp_path / "manifest.json").write_text(json.dumps({"status": status, "rollouts": rollouts}))
         assert is_over(config) == over
     (tmp_path / "checkpoints" / "00004.ckpt").mkdir()
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "interrupted", "rollouts": 4, "owed": True}))
+    assert not is_over(config)  # its last evaluation is left
     (tmp_path / "manifest.json").write_text(json.dumps({"status": "running", "rollouts": 0}))
     assert is_over(config) and Run(tmp_path).manifest == {"status": "finished", "rollouts": 4, "error": None}
 

@@ -61,7 +61,7 @@ def test_a_task_asks_the_grader_of_its_rewards(rows, caplog):
     task = Jsonl(rows, ["same_text"], gold="gold", splits={"train": "train"})
     (row,) = task.examples("train")
     assert task.claims(row, episode("#### an old oak")) == Claim("an old oak", True)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     task = Jsonl(rows, [loud], gold="gold", splits={"train": "train"})
     assert task.grader is None and task.claims(row, episode("an old oak")) is None
     loud.grader = Shouts()

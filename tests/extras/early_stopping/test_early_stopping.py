@@ -37,6 +37,7 @@ def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, capl
     assert ended.value.code == 0 and Run(tmp_path).manifest["status"] == "finished" and len(rows(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_the_last_rollout_does_not_end_a_run_that_is_extended(smoke, tmp_path):
     more = [*UNCHANGED, *settings("patience=2"), "eval.every=1", "resume.changes=allow"]
     train(compose_config(*smoke(*more, "rollout.num_rollouts=2")))
@@ -44,18 +45,21 @@ def test_the_evaluation_of_the_last_rollout_does_not_end_a_run_that_is_extended(
     assert Run(tmp_path).manifest["rollouts"] == 3
 
 
+@pytest.mark.slow
 def test_only_rollouts_with_an_evaluation_count(smoke, tmp_path):
     more = [*UNCHANGED, *settings("patience=1", "monitor=eval/truncated"), "eval.every=2", "rollout.num_rollouts=9"]
     train(compose_config(*smoke(*more)))
     assert Run(tmp_path).manifest["rollouts"] == 2
 
 
+@pytest.mark.slow
 def test_further_arguments_are_lightnings(smoke, tmp_path):
     more = [*UNCHANGED, "+callbacks.early_stopping.stopping_threshold=-1", "eval.every=2", "rollout.num_rollouts=9"]
     train(compose_config(*smoke(*more)))
     assert Run(tmp_path).manifest["rollouts"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_may_end_by_a_metric_of_rollouts(smoke, tmp_path):
     """No length is shorter than the first by a million tokens, so the run ends after two more rollouts, without evaluations."""
     more = settings("monitor=rollout/length", "mode=min", "min_delta=1e6", "patience=2")
