@@ -210,6 +210,16 @@ def test_adamw_in_8_bits():
     assert kinds == {EMBEDDING: torch.uint8, MATRIX: torch.uint8, VECTOR: torch.float32}
 
 
+@NEEDED["adamw_8bit"]
+def test_a_loaded_state_in_8_bits_brings_the_masters():
+    ours, theirs = weights(torch.bfloat16), weights(torch.bfloat16)
+    optimizer, resumed = (with_masters(each, maker("adamw_8bit")) for each in (ours, theirs))
+    learn(ours, optimizer, steps=1)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same_steps(ours, theirs)
+    torch.testing.assert_close(resumed.state_dict()["masters"], optimizer.state_dict()["masters"], atol=0.0, rtol=0.0)
+
+
 @pytest.mark.skipif(IS_8BIT_HERE, reason="bitsandbytes is here")
 def test_8_bits_that_are_not_there(smoke):
     assert "AdamW in 8 bits needs bitsandbytes: pip install -e '.[8bit]'" in told(*smoke("optim=adamw_8bit"))

@@ -45,6 +45,9 @@ def test_8_bits_divide_the_largest_weight_of_a_row_by_127():
     assert layer.weight.tolist() == [[127, -64, 0], [0, 0, 0], [-127, 3, 0]]
     assert layer.dequantized().flatten().tolist() == pytest.approx([127, -64, 0, 0, 0, 0, -1.27, 0.03, 0])
     assert layer(torch.tensor([[1.0, 1.0, 0.0]])).flatten().tolist() == pytest.approx([63.5, 0.5, -0.74])
+    x = torch.ones(1, 3, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.flatten().tolist() == pytest.approx([127 - 1.27, -64 + 0.03, 0])  # sums over the rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,6 +61,10 @@ def test_4_bits_are_those_of_bitsandbytes(dtype):
     assert torch.equal(layer.weight, codes) and torch.equal(
         layer.dequantized(), functional.dequantize_4bit(codes, state)
     )
+    with torch.device("meta"):  # the memory forecast has tensors without memory
+        outline = Quantized(nn.Linear(128, 150, dtype=dtype), "4bit")
+    for name, part in [*layer.named_parameters(), *layer.named_buffers()]:
+        assert getattr(outline, name).is_meta and getattr(outline, name).shape == part.shape, name
 
 
 def test_the_bytes_that_a_weight_takes():
@@ -67,6 +74,23 @@ def test_the_bytes_that_a_weight_takes():
         layer = Quantized(linear, bits)
         stored = sum(x.nbytes for x in [layer.weight, *layer.buffers()])
         assert stored / 1024**2 == pytest.approx(size, abs=0.0011)  # a table of 256 numbers
+
+
+class Doubling(nn.Linear):
+    """A layer that computes in its own way."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_is_not_quantized_computes_as_before_and_is_frozen():
+    model = model_of("qwen2")
+    own = model.model.layers[0].mlp.down_proj
+    own.__class__ = Doubling
+    expected = own(x := torch.ones(1, own.in_features))
+    quantize(model, "8bit")
+    assert torch.equal(model.model.layers[0].mlp.down_proj(x), expected)
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_every_layout_has_the_logprobs_and_gradients_of_the_padded_one(bits):
