@@ -13,11 +13,16 @@ import psutil
 import pytest
 from conftest import ROOT
 from helpers.foreign_server import Foreign, generated
+from torch import nn
 
 from grpo.engines.protocol import Sampling
 from grpo.extras.network import child
 from grpo.extras.vllm_server import launch
 from grpo.extras.vllm_server.engine import VLLMServerEngine
+from grpo.extras.vllm_server.http import RemoteServer
+from grpo.extras.vllm_server.sync import Nccl
+from grpo.models.policy import with_adapter
+from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 
 
@@ -98,6 +103,89 @@ def test_whoever_has_lost_the_weights_is_given_them_before_it_is_asked_again(toy
         foreign.label = "default"
         [completion] = engine.sample([[5]], Sampling(1), [0])
         assert completion.versions == (3,) and foreign.label.endswith("-3")
+
+
+def test_an_unfinished_update_is_ended_and_half_of_new_weights_have_no_label(toy, toy_model, tmp_path):
+    """A trainer was killed in the middle of an update. Each version arrives, also the one after the first."""
+    active, during = [True], []
+
+    def start(_):
+        if active:
+            return 500, {"error": {"message": "a weight update is already active"}}
+        return 200, active.append(True)
+
+    routes = {
+        "/start_weight_update": start,
+        "/update_weights": lambda _: (200, during.append(foreign.label)),
+        "/finish_weight_update": lambda _: (200, active.clear()),
+    }
+    with Foreign(**routes) as foreign:
+        engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path / "weights"))
+        for version in (3, 4):
+            engine.load_weights(toy_model, version)
+            assert foreign.label.endswith(f"-{version}") and not active
+        engine.close()
+    assert during == ["unfinished-0"] * 2
+
+
+def test_each_request_has_the_seed_of_its_completion(toy, toy_model, tmp_path):
+    def generate(body):
+        seeds.append(body["sampling_params"]["seed"])
+        return 200, generated([-1.0], foreign.label)
+
+    seeds = []
+    with Foreign() as foreign:
+        engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path / "weights"))
+        engine.load_weights(toy_model, 0)
+        foreign.generate = generate
+        engine.sample([[5]] * 3, Sampling(1), [7, 8, 9])
+        engine.close()
+    assert sorted(seeds) == [7, 8, 9]
+
+
+def test_the_adapter_of_the_version_before_stays_for_requests_on_their_way(toy, tmp_path):
+    from peft import LoraConfig
+
+    names = ["base"]
+
+    def load(body):
+        return (200, names.append(body["lora_name"])) if body else (400, {"error": {"message": "empty"}})
+
+    def unload(body):
+        there = body["lora_name"] in names
+        return (200, names.remove(body["lora_name"])) if there else (404, {"error": {"message": "not found"}})
+
+    routes = {
+        "/v1/models": lambda _: (200, {"data": [{"id": name, "max_model_len": 100} for name in names]}),
+        "/v1/load_lora_adapter": load,
+        "/v1/unload_lora_adapter": unload,
+    }
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    policy = with_adapter(Pretrained(str(toy)).model(), config)
+    with Foreign(**routes) as foreign:
+        engine = VLLMServerEngine(str(toy), [foreign.url], "lora", str(tmp_path / "adapters"))
+        for version in range(4):
+            engine.load_weights(policy, version)
+        engine.close()
+    assert [name.rpartition("-")[2] for name in names] == ["base", "2", "3"]
+
+
+def test_a_server_that_was_restarted_is_invited_again():
+    """It says that it has no worker, so that the trainer is alone in the group."""
+    invited = []
+    routes = {
+        "/get_world_size": (200, {"world_size": 0}),
+        "/init_weight_transfer_engine": lambda body: (200, invited.append(body)),
+    }
+    model = nn.Linear(2, 2)
+    with Foreign(**routes) as foreign:
+        way = Nccl([RemoteServer(foreign.url, 5.0, "")])
+        for label, count in (("run-0", 1), ("run-1", 1), ("run-2", 2)):
+            way.write(model, model.state_dict().items(), label)
+            assert (foreign.label, len(invited)) == (label, count)
+            if label == "run-1":
+                foreign.label = "default"
+        way.close()
 
 
 def test_failures_go_elsewhere_and_have_an_end(toy, toy_model, tmp_path):
