@@ -9,7 +9,9 @@ from conftest import compose_config
 from helpers.learning import ADVANTAGES, fresh, make_module, rollout
 from helpers.runs import VARIED, rows, state
 
-from grpo.extras.preflight.replay import replay
+from grpo.extras.preflight.replay import broken_places, replay
+from grpo.models.pretrained import Pretrained
+from grpo.objectives.batch import TokenBatch
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from train import train
@@ -85,3 +87,13 @@ def test_a_run_goes_on_and_the_update_is_repeated(smoke, tmp_path, capsys, caplo
     assert "gradients that are not finite: " in said[1] and "tokens with a number that is not finite: " in said[2]
     assert "given nan" not in "".join(said)  # samples that brought no advantages have no fault
     assert int(said[2].rpartition(" ")[2]) > 0 and said[3].startswith("  row ")
+
+
+def test_a_broken_token_is_told_with_its_own_text(toy):
+    """Each row has three tokens of its prompt and three sampled ones; tokens 2 to 5 are system, user, assistant, tool."""
+    ids = torch.tensor([[2, 2, 2, 3, 3, 3], [2, 3, 2, 5, 4, 5]])
+    mask, finite = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
+    tokens = TokenBatch(ids, torch.ones_like(ids), mask, finite, torch.tensor([6, 7]))
+    loss = torch.tensor([[0.0, 0.0, 0.0], [0.0, torch.nan, 0.0]])
+    lines = broken_places(tokens, {"loss": loss}, Pretrained(str(toy)).tokenizer())
+    assert [*lines] == ["row 1 (sample 7), token 1 '<|assistant|>': loss nan"]

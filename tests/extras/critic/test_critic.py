@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import preset
 from helpers.learning import ADVANTAGES, GROUPS, actor_critic, captured_hidden_states, episode, fresh, rollout
+from lightning.pytorch.plugins import Precision
 from peft import LoraConfig
 from torch import tensor
 
 from grpo.extras.critic.gae import gae, value_loss
+from grpo.models import packing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.objectives.entropy import EntropyBonus
@@ -209,3 +212,13 @@ def test_a_critic_and_what_uses_it_are_chosen_together(chosen, line):
     with pytest.raises(UserError) as refusal:
         preset(*chosen.split())
     assert line in str(refusal.value)
+
+
+def test_the_layout_of_the_critics_own_model_is_tried_before_the_first_rollout(toy, monkeypatch):
+    from grpo.extras.kernels.callback import KernelsCallback
+
+    monkeypatch.setattr(packing, "ON_GPU", [])  # the callback puts its kernel there
+    module, callback = actor_critic(fresh(toy), toy), KernelsCallback("none")
+    callback.on_train_start(SimpleNamespace(precision_plugin=Precision()), module)
+    assert "layout" in vars(module.parts["critic"])
+    assert callback.facts()["kernels"]["critic"] == "shared_prompt, sdpa"

@@ -49,6 +49,12 @@ def as_liger_does(model: torch.nn.Module) -> None:
         norm.forward = MethodType(lambda self, x: 2 * type(self).forward(self, x), norm)
 
 
+def without_gradient(model: torch.nn.Module) -> None:
+    """Norms give the right numbers, and nothing flows back through them."""
+    for norm in [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]:
+        norm.forward = MethodType(lambda self, x: type(self).forward(self, x.detach()) + 0 * x, norm)
+
+
 def test_another_model_of_the_family_and_its_classes_stay_as_they_are(monkeypatch):
     """The stand-in changes numbers, so that one sees which model computes with it."""
     monkeypatch.setattr(liger, "apply_liger", as_liger_does)
@@ -76,6 +82,9 @@ def test_kernels_that_disagree_are_taken_away(monkeypatch, caplog):
     model = model_of("llama_tied")
     assert liger.use_liger(model, "auto") == []
     assert "Liger's kernels are not used for LlamaForCausalLM: log-probabilities differ by" in caplog.text
+    monkeypatch.setattr(liger, "apply_liger", without_gradient)
+    assert liger.use_liger(model, "auto") == []
+    assert "Liger's kernels are not used for LlamaForCausalLM: gradients have a cosine of" in caplog.text
     assert not any("forward" in vars(module) for module in model.modules())
     monkeypatch.setattr(liger, "apply_liger", lambda model: None)
     assert liger.use_liger(model, "auto") == []

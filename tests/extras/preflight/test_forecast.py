@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.extras.preflight.forecast import Sizes, forecast
+from grpo.extras.preflight.forecast import Part, Sizes, forecast
 from grpo.extras.preflight.imagined import Live, after_a_step, bytes_of, in_the_cache, minibatch, optimizer_step_bytes
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
@@ -289,6 +289,16 @@ def test_a_critic_takes_its_weights_and_what_they_entail(toy):
 def test_versions_that_wait_for_their_rollout_are_copies(toy, settings, copies):
     foreseen = Run(str(toy), *settings.split()).forecast(10)
     assert foreseen.get("copies", 0) == copies * foreseen["gradients"]
+
+
+def test_an_engine_that_samples_during_an_update_is_promised_no_memory_by_sleep(toy):
+    """An update holds 9 of 10 GB, and vLLM computes with 2 GB beside its weights."""
+    run = Run(str(toy))
+    for ahead, sleeps in ((0, True), (1, False)):
+        sizes = Sizes(run.module, run.pretrained, replace(run.plan, ahead=ahead), None, lambda: 10)
+        room = sizes.room([Part("weights", 9 * 10**9, phase="update")], total=10**10, ranks=1)
+        share, asleep = room.share(None)
+        assert asleep == sleeps and (sleeps or share == pytest.approx(0.1))
 
 
 @pytest.mark.parametrize("divergence", ["sampled", pytest.param("reverse", marks=SLOW)])

@@ -330,6 +330,11 @@ def test_signal_without_right_answers_is_not_called_fit(probe, monkeypatch):
     assert found.result == "WARN" and "0% solved, pass@4 0%, 8 of 8 groups have signal: no answer is" in found.compared
     # 0, 1, 2, 3 in each group: the deviation is the root of 5 / 4
     assert found.compared.endswith("reward differs by 1.1 within a group") and "mean_only" in found.remedy
+    monkeypatch.setattr(probe.rollouts, "selection", SimpleNamespace(by="correct"))
+    probe.chosen = probe.rows  # no further ones
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    assert found.result == "FAIL" and "0 of 8 groups have signal" in found.compared
+    assert found.remedy == "only rewards differ: set selection.by=reward"
 
 
 @pytest.mark.parametrize(("scale", "result"), [("group", "WARN"), ("batch", "WARN"), ("none", "PASS")])
@@ -447,6 +452,21 @@ def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
     load(old, 0)
     assert failed(probe) == {"new weights reach the engine"}
     load(probe.module.policy, 0)
+
+
+def test_an_engine_that_does_not_take_the_old_weights_back(probe, monkeypatch):
+    engine, moved = probe.rollouts.engine, probe.rollouts.plan.num_rollouts + 1
+    load = engine.load_weights
+
+    def once(model, version):
+        if version == moved:
+            load(deepcopy(model), version)
+
+    monkeypatch.setattr(engine, "load_weights", once)
+    short = Probe(*parts_of(probe), allowance=Allowance(80, fixed=0.0))
+    found = preflight.outcome(CHECKS["new weights reach the engine"], short)
+    load(probe.module.policy, 0)
+    assert found.result == "FAIL" and found.remedy.startswith("the engine keeps old weights or an old cache")
 
 
 def test_moved_weights_have_a_version_of_no_rollout(probe, monkeypatch):
