@@ -76,7 +76,9 @@ def test_the_lines_of_a_mistake(mine, tmp_path):
     (tmp_path / "run" / "config.yaml").touch()
     assert "already has a run: set hydra.run.dir" in refused(f"output_dir={tmp_path / 'run'}")
     assert "already has a run" in refused(f"output_dir={tmp_path / 'run'}", f"ckpt_path={tmp_path / 'other'}")
-    assert refused("algo.imitation.given=0.5").startswith("algo.imitation.given=0.5, but teacher=none: take teacher=tokens")
+    assert refused("algo.imitation.given=0.5").startswith(
+        "algo.imitation.given=0.5, but teacher=none: take teacher=tokens"
+    )
 
 
 def test_rollouts_ahead_are_refused_once_with_all_that_is_missing():
