@@ -61,6 +61,12 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
             torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
 
 
+def test_the_second_pass_compares_each_row_with_what_it_was_in_the_first(toy):
+    """At a rate of 0 the policy stays, so no ratio differs from 1, in microbatches of one row too."""
+    _, metrics = trained(fresh(toy), max_tokens_per_microbatch=1, num_epochs=2, lr=0.0)
+    assert metrics["loss/approx_kl"] == pytest.approx(0, abs=1e-6) and metrics["loss/clip_fraction_low"] == 0
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
 def test_rows_without_a_completion_alone_in_a_microbatch_or_minibatch(toy, layout):
     """An engine may end an answer before its first token. The others are learned from as if the empty ones were not cut apart."""
