@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TEST_PATH, compose_config
 from filelock import FileLock
 from hydra.utils import instantiate
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn import Parameter
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from grpo.env.messages import Message, ToolCall, ToolSpec
 from grpo.env.types import State
@@ -19,9 +21,12 @@ from grpo.extras.demo import demo_model
 from grpo.extras.demo.demo_model import (
     BATCH,
     SHIPPED,
+    Muon,
     answer_loss,
     batches,
+    fit,
     make_model,
+    make_once,
     make_tokenizer,
     texts,
     tiny_folder,
@@ -296,3 +301,70 @@ def test_a_model_that_another_process_makes_is_not_awaited_for_ever(tmp_path, mo
     monkeypatch.setattr(demo_model, "LOCKED", 0.05)
     with pytest.raises(UserError, match=r"another process holds .*\.lock for 0.05 s, to make the demo's model: end"):
         brief(cache=str(tmp_path))
+
+
+def test_batches_do_not_come_in_the_order_of_their_lengths():
+    """Eight batches whose longest rows have 33, 65 ... 257 tokens."""
+    rows = [([7] * (n + 1), [False] * n + [True]) for n in range(1, 8 * BATCH + 1)]
+    lengths = [ids.shape[1] for ids, _ in batches(rows, 0, seed=0)]
+    assert sorted(lengths) == [33, 65, 97, 129, 161, 193, 225, 257] != lengths
+
+
+def test_muon_follows_the_average_of_the_gradients():
+    """It is 0.95 * 0.05 - 0.05 * 0.25 = 0.035 after 1 and -0.25: the second step has the direction of the first."""
+    p = Parameter(torch.zeros(1, 1))
+    optimizer, places = Muon([p], lr=0.1), []
+    for gradient in (1.0, -0.25):
+        p.grad = torch.full((1, 1), gradient)
+        optimizer.step()
+        places.append(p.item())
+    assert 0 > places[0] > places[1]
+    assert optimizer.state[p]["average"].item() == pytest.approx(0.035)
+
+
+class Noting(torch.optim.SGD):
+    """Notes the rate and the size of the gradient of each step, and changes nothing."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, lr=1.0)
+        self.rates, self.sizes = [], []
+
+    def step(self, closure=None) -> None:
+        self.rates.append(self.param_groups[0]["lr"])
+        self.sizes.append(self.param_groups[0]["params"][0].grad.norm().item())
+
+
+def test_rates_rise_and_fall_and_each_step_has_its_own_gradient():
+    """In 40 steps they go up by 0.05 each, then down to 0. All batches are equal, and so are their gradients."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, pad_token_id=0))
+    optimizer = Noting(model.parameters())
+    fit(model, [([1, 2, 3], [False, False, True])] * (40 * BATCH), [optimizer], seed=0)
+    assert [optimizer.rates[step] for step in (0, 13, 30, 39)] == pytest.approx([0.05, 0.675, 0.25, 0.025])
+    assert max(optimizer.sizes) == pytest.approx(min(optimizer.sizes)) and min(optimizer.sizes) > 0
+
+
+def test_hasty_answers_have_a_seed_of_their_own(tmp_path, monkeypatch):
+    """A recipe whose model does not ship with the project takes careful answers of the seed 6, and hasty ones of 7."""
+    wanted, spoiled = [], {"hasty": 0.55, "slips": 0.05}
+
+    def noted(count: int, seed: int, **settings: float) -> list[State]:
+        wanted.append((count, seed, settings))
+        return worked_answers(count, seed, **settings)
+
+    monkeypatch.setattr(demo_model, "fit", lambda *_: None)
+    folder = tiny_folder(noted, seed=3, clean_steps=2, hasty_steps=1, cache=str(tmp_path))
+    assert folder.startswith(str(tmp_path))
+    assert wanted == [(100, 3, spoiled), (2 * BATCH, 6, {}), (BATCH, 7, spoiled)]
+
+
+def test_a_job_that_has_waited_takes_the_model_of_the_other(tmp_path):
+    made = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        folder.mkdir(exist_ok=True)
+
+    for _ in range(2):
+        make_once(make, tmp_path / "cache" / "tiny")
+    assert made == [tmp_path / "cache" / "tiny"]
