@@ -13,7 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from platformdirs import user_cache_path
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from grpo.apps.cli import one_line_errors, quiet
 from grpo.system.errors import UserError
@@ -70,11 +70,7 @@ def convert_gguf(folder: Path, out: Path) -> None:
     from grpo.training.checkpoints import new_folder
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    # every digit is a token, as in the hub's tokenizer; transformers' reader of GGUF leaves this out
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    split_digits(tokenizer.backend_tokenizer)
     tokenizer.model_max_length = 8192
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     del model.config.quantization_config  # what is written is not quantized
@@ -83,6 +79,12 @@ def convert_gguf(folder: Path, out: Path) -> None:
     with new_folder(out) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+
+
+def split_digits(tokenizer: Tokenizer) -> None:
+    """Make every digit a token, as in the hub's tokenizer; transformers' reader of GGUF leaves this out."""
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 if __name__ == "__main__":

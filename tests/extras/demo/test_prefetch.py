@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from train import train
 TASK = ["task=gsm8k", f"task.path={EXAMPLES}", "model=path"]
 
 
-def test_what_is_on_this_machine_needs_no_hub(toy, capsys, monkeypatch):
+def test_what_is_on_this_machine_needs_no_hub(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HOME", "/my cache")
     words = [*TASK, f"model.path={toy}", "task.train_limit=2"]
     second = ["+task@eval.sets.second=gsm8k", f"eval.sets.second.task.path={EXAMPLES}"]
@@ -26,6 +27,10 @@ def test_what_is_on_this_machine_needs_no_hub(toy, capsys, monkeypatch):
     assert lines[:4] == ["train: 2 examples", "test: 3 examples", "second: 3 examples", f"model: {toy}"]
     command = f"HF_HOME='/my cache' HF_HUB_OFFLINE=1 python train.py {' '.join([*words, *second])}"
     assert lines[4:] == [f"without network: {command}"]
+    shutil.copytree(toy, tmp_path / "toy")
+    (tmp_path / "toy" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="has no model that transformers can load"):
+        main([*TASK, f"model.path={tmp_path}/toy"])
 
 
 @pytest.mark.parametrize("missing", [["model.path=org/nothing"], ["model.path=x", "task.path=org/nothing"]])
