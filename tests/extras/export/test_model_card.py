@@ -2,17 +2,18 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import compose_config
+from conftest import EXAMPLES, compose_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from grpo.evaluation.intervals import mean_interval
 from grpo.extras.export.export import main as export
-from grpo.extras.export.model_card import hub_id, in_words, papers, public
+from grpo.extras.export.model_card import as_cell, hub_id, in_words, papers, public, write_card
 from grpo.models.pretrained import Pretrained
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -84,6 +85,28 @@ def test_a_policy_that_was_not_evaluated_says_so(smoke, tmp_path):
     folder = tmp_path / "checkpoints" / "last"
     assert fact(ModelCard.load(folder / "README.md"), "held-out accuracy") == "not measured after this rollout"
     assert math.isfinite(AutoModelForCausalLM.from_pretrained(folder).model.norm.weight.sum().item())
+
+
+def test_a_card_says_what_chose_the_policy_and_where_it_was_evaluated(tmp_path):
+    """By a reward, then by the held-out accuracy; Wilson's interval of 1 of 2 is 9.5 to 90.5 %."""
+    run, accuracy = tmp_path / "run", mean_interval([1.0, 0.0], bounds=(0, 1))
+    shutil.copytree(EXAMPLES / "run", run)
+    config = (run / "config.yaml").read_text().replace("  split: test\n", "  split: validation\n")
+    (run / "config.yaml").write_text(config)
+    found = "50.0%, 95 % interval 9.5% to 90.5%, on 2 examples of the split `validation`, greedy"
+    bias = "; the same examples choose the best policy of the run, so this is slightly optimistic"
+    policy = run / "checkpoints" / "best"
+    for monitor, more in (("rollout/reward", ""), ("eval/accuracy", bias)):
+        write_card(policy, 2, accuracy, monitor, "max", 0.5)
+        card = ModelCard.load(policy / "README.md")
+        assert fact(card, "held-out accuracy") == found + more
+        assert [(result.dataset_split, result.metric_value) for result in card.data.eval_results] == [
+            ("validation", 0.5)
+        ]
+
+
+def test_a_fact_is_one_cell_of_the_table():
+    assert as_cell("a | b\n<i>") == r"a \| b &lt;i&gt;" and as_cell(None) is None
 
 
 def test_an_accuracy_without_an_interval():
