@@ -13,8 +13,10 @@ from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
 from grpo.extras.health.callback import Health, untaught
 from grpo.extras.health.watch import warnings_of
+from grpo.rollout.types import Plan
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.checkpoints import PlainCheckpoints
 from tasks.quiz import Quiz
 from train import train
@@ -114,10 +116,11 @@ def test_old_weights_are_no_news_where_the_rollout_was_played_ahead(caplog):
 
 
 def test_staleness_may_reach_the_bound_of_the_plan(caplog):
-    def told(staleness: float, bound: int) -> list[str]:
-        health = Health()
-        health.watch.bound = bound
-        resumed = Health()
+    def told(staleness: float, ahead: int) -> list[str]:
+        plan = Plan(1, 2, 1, SimpleNamespace(temperature=1.0), ahead=ahead)
+        playing = RolloutCallback(SimpleNamespace(plan=plan, engine=None, objects={}, task=None))
+        health, resumed, module = Health(), Health(), SimpleNamespace(policy=SimpleNamespace(dtype="float32"))
+        health.on_train_start(SimpleNamespace(callbacks=[playing], precision="32"), module)
         resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
         return said(resumed, caplog, {"rollout/staleness": staleness})
 
@@ -208,6 +211,8 @@ def test_answers_that_become_far_longer(caplog):
     health, usual = Health(), [{"rollout/length": length} for length in (*[100.0] * 5, *[120.0] * 5)]
     assert said(health, caplog, *usual, {"rollout/length": 330.0}) == []  # three times the median of 110
     assert "is 361, above 360: answers have become far longer" in said(health, caplog, {"rollout/length": 361.0})[0]
+    early = [{"rollout/length": length} for length in (*[100.0] * 9, 900.0)]
+    assert said(Health(), caplog, *early) == []  # nine rollouts are too few for a median
 
 
 @pytest.mark.parametrize(("solved", "reward", "warned"), [(0.3, 1.2, True), (0.4, 1.2, False), (0.3, 0.9, False)])

@@ -82,7 +82,9 @@ def test_the_summary_of_a_run():
     lost = cells(summary(learned, evaluations, *short, lost=[1]))  # the policy after 1 rollout is not on the disk
     assert lost["held out, best"].endswith("after 2") and lost["held out, last"].endswith("after 2")
     ahead = [row | {"time/played": 3.5, "time/engine_idle": 0.25, "time/weights": 0.0} for row in learned]
+    ahead[0]["memory/rollout"] = 3 * 2.0**30  # more than any update took
     without = cells(summary(ahead, [evaluated(0, [math.nan])], *short))
+    assert without["memory, at most"] == "3.00 GiB"
     assert without["beside: rollouts ahead"] == "0:00:07, 70 %" and "beside: Task.score" not in without
     assert without["beside: engine idle"] == "0:00:00, 5 %" and "beside: wait for weights" not in without
     assert "held out, first" not in without and without["warnings"] == "none"
@@ -193,6 +195,8 @@ def test_the_lines_that_change_in_place_fit_into_80_columns():
     out.print(Group(terminal.in_place(f"40/80  {status(metrics, 360000)}")))
     line = "40/80  reward -10.50  solved 25 %  groups 75 %  123,456 tok/s  4 days, 4:00:00 …"
     assert out.export_text().splitlines() == [line, "held out  ▁▅█  100.0 %"]
+    terminal.evaluations = {at: evaluated(at, [float(at > 0)] * 2) for at in range(41)}
+    assert terminal.in_place("40/80").plain == f"40/80\nheld out  {'█' * 40}  100.0 %"  # the first one is left out
 
 
 def test_paths_and_commands_are_never_broken(capsys, tmp_path):

@@ -237,6 +237,18 @@ def test_a_run_that_went_back_to_its_checkpoint_is_shown_once(tmp_path):
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_run_that_is_killed_has_its_numbers_in_tensorboard(tmp_path):
+    """The client alone writes its first record at once, and those after it within two minutes."""
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    tracker = TensorBoard(str(tmp_path))
+    _ = tracker.experiment
+    for step in range(3):
+        tracker.log_metrics({"eval/accuracy": step / 10}, step)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 1, 2]
+    tracker.finalize("failed")
+
+
 @pytest.mark.slow
 def test_an_address_in_the_environment_is_kept_nowhere(smoke, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://joe:hunter2@127.0.0.1:9")
