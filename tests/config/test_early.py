@@ -183,6 +183,9 @@ def test_columns_of_a_file_without_its_rows(tmp_path):
     for kind, later in (("jsonl", True), ("json", True), ("csv", False), ("parquet", False)):
         names, may_have = columns_in(tmp_path / f"rows.{kind}")
         assert (names, may_have("b"), may_have("c"), may_have("d")) == (["a", "b"], True, later, False), kind
+    (tmp_path / "rows.jsonl").write_text('{"größe": 1}\n', encoding="utf-8")
+    names, may_have = columns_in(tmp_path / "rows.jsonl")
+    assert (names, may_have("größe"), may_have("grösse")) == (["größe"], True, False)
 
 
 @pytest.mark.parametrize("words", ["train.py --help", "-m grpo.report --help"])
