@@ -99,6 +99,7 @@ def test_services_of_compose_have_devices_of_their_own():
     assert list(services) == ["trainer", "server-0", "server-1"]
     assert services["trainer"]["command"][-1] == "engine.urls=[http://server-0:8000,http://server-1:8000]"
     assert all(one["volumes"] == ["/shared/run:/shared/run"] for one in services.values())
+    assert [one["command"][0] for one in services.values()] == ["python"] * 3  # that of the image
 
 
 def rented(*overrides: str, folder: Path = FOLDER) -> dict:
@@ -232,6 +233,15 @@ def test_wrong_flags_and_a_missing_sbatch_are_named(monkeypatch, tmp_path, capsy
     assert capsys.readouterr().out.startswith("#!/bin/bash") and not (tmp_path / "run").exists()
     folder = shared_folder(["hydra.run.dir=outputs/a", "hydra.run.dir=outputs/b"])  # Hydra takes the last
     assert folder.is_absolute() and folder.name == "b"
+
+
+def test_a_job_that_slurm_refuses_ends_with_the_code_of_sbatch(monkeypatch, tmp_path):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main([f"hydra.run.dir={tmp_path / 'run'}"])
+    assert ended.value.code == 3 and (tmp_path / "run" / "launch" / "job.sbatch").read_text().startswith("#!/bin/bash")
 
 
 def tiny(smoke, folder: Path) -> list[str]:

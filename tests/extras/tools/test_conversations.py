@@ -1,8 +1,11 @@
-"""Conversations that are JSON: which call an answer belongs to. Schemas of tools, and the variables of programs."""
+"""Conversations that are JSON: which call an answer belongs to. Schemas of tools, calls of a message, variables of programs."""
 
 import pytest
 
+from grpo.env.messages import Message, ToolCall
+from grpo.env.types import Action
 from grpo.extras.tools.conversations import chat_message, messages_of
+from grpo.extras.tools.env import ToolEnv
 from grpo.extras.tools.programs import program_variables
 from grpo.extras.tools.tool_parsers import kinds_in
 
@@ -35,6 +38,22 @@ def test_answers_of_calls_without_ids_are_those_of_the_calls_in_their_order():
 def test_a_schema_may_have_nulls_where_lists_are_usual():
     assert kinds_in({"type": None, "anyOf": None, "enum": None}, {}) == set()
     assert kinds_in({"anyOf": [{"type": "integer"}, {"type": None}]}, {}) == {"integer"}
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: what to double
+    """
+    return 2 * number
+
+
+def test_as_many_calls_of_a_message_as_are_allowed_are_answered():
+    env = ToolEnv([Message("user", "?")], [double], max_calls=2)
+    state = env.step(Action(Message("assistant", "", (ToolCall("double", {"number": 3}),) * 3)))
+    told = [message.content for message in state.messages[2:]]
+    assert told == ["6", "6", "Error: no more than 2 calls in one message"]
 
 
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])

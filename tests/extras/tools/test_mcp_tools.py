@@ -27,6 +27,22 @@ def double(number: int) -> int:
     """
     return 2 * number
 '''
+PAGES = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "initialize":
+        about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "pages", "version": "1"}}
+        answer = {"result": {"protocolVersion": asked["params"]["protocolVersion"], **about}}
+    elif asked["method"] == "tools/list":
+        page = int((asked.get("params") or {}).get("cursor") or 1)
+        tools = [{"name": f"tool{page}", "inputSchema": {"type": "object"}}]
+        answer = {"result": {"tools": tools, **({"nextCursor": str(page + 1)} if page < 3 else {})}}
+    else:
+        answer = {"error": {"code": -32601, "message": "unknown"}}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +70,14 @@ def test_a_server_describes_its_tools_and_answers_calls(tools):
     assert [message.content for message in state.messages[2:]] == ["a river mammal", "ein Marder"]
     assert json.loads(said(tools, "sums", numbers=[2, 3]))["sum"] == 5
     assert env.step(Action(Message("assistant", "a mammal"))) is None
+
+
+def test_a_long_list_of_tools_is_read_to_its_last_page(tmp_path):
+    """The pages are three, of an older server."""
+    pytest.importorskip("mcp")
+    (tmp_path / "pages.py").write_text(PAGES)
+    found = mcp.mcp_tools(f"{sys.executable} {tmp_path}/pages.py")
+    assert [tool.spec.name for tool in found] == ["tool1", "tool2", "tool3"]
 
 
 def test_a_call_that_the_server_refuses_is_an_answer_to_the_policy(tools):
