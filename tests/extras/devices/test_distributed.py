@@ -238,6 +238,7 @@ def test_ranks_that_resume_apart_are_refused(monkeypatch):
         UserError, match=r"resume after 0 and 3 rollouts: all machines must see the same hydra\.run\.dir"
     ):
         check_devices(2, prompts=4, rollouts=3)
+    check_devices(2, prompts=2, rollouts=0)  # one for each
     with pytest.raises(UserError, match=r"rollout\.prompts=1 is fewer than the 2 devices"):
         check_devices(2, prompts=1, rollouts=0)
     with pytest.raises(UserError, match=r"process group of 2 for the 3 devices: set trainer\.devices and"):

@@ -15,11 +15,13 @@ import psutil
 import pytest
 from conftest import ROOT, TEST_PATH
 from helpers.slots import Varied
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from grpo.extras.devices import siblings
 from grpo.extras.devices.siblings import Siblings
+from grpo.extras.devices.watched import FIRST, _Launcher
 from grpo.runs.run import Run
-from grpo.system.errors import LostRank, UserError
+from grpo.system.errors import LostRank, StopError, UserError
 from grpo.system.stopping.signals import deadline
 
 HOST = socket.gethostname()
@@ -127,6 +129,25 @@ def test_a_wait_for_a_lock_ends_when_a_rank_dies(other):
     assert str(lost.value).startswith(f"rank 1 (pid {other.pid}, host {HOST}) ended with signal 9; this rank ends; ")
 
 
+def test_a_rank_that_this_one_has_started_has_its_number(other, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")  # it runs already
+    monkeypatch.delenv(FIRST, raising=False)
+    launcher = _Launcher(Siblings(limit=7), LightningEnvironment(), 2, 1)
+    launcher.procs = [other]
+    with pytest.raises(LostRank, match=rf"^rank 1 \(pid {other.pid}, host \S+\) ended with signal 9"):
+        launcher.launch(lambda: other.kill() or threading.Event().wait(60))
+
+
+def test_a_rank_that_ends_as_all_were_asked_to_is_not_lost(other):
+    """This one stops too, without a checkpoint, which the other one would not write."""
+    ranks = ranks_with(other)
+    ranks.asked = lambda: "SIGTERM"
+    with pytest.raises(StopError, match=r"^stopped by SIGTERM; ") as stop, ranks.watched(lambda: None):
+        other.kill()
+        threading.Event().wait(60)
+    assert not stop.value.saves
+
+
 def test_an_error_of_a_collective_becomes_the_line(other):
     with pytest.raises(LostRank, match=r"rank 1 .* ended with signal 9"), ranks_with(other).watched(lambda: None):
         other.kill()
@@ -150,15 +171,16 @@ def test_a_stopped_rank_is_named_by_a_collective_that_waited_too_long(other):
         time.sleep(0.01)
     line = rf"waited trainer.timeout=7 s for rank 1 \(pid {other.pid}, host \S+\), which is stopped; this rank ends"
     with pytest.raises(LostRank, match=line), ranks_with(other).watched(lambda: None):
-        raise RuntimeError("Timed out waiting 7000ms for recv operation to complete")
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 7000ms for recv operation")
     assert other.wait(60) == -signal.SIGKILL
 
 
 def test_ranks_may_end_together_and_other_errors_stay(other, monkeypatch):
-    monkeypatch.setattr(siblings, "CONFIRM", 0.3)
+    monkeypatch.setattr(siblings, "CONFIRM", 60.0)
     ranks = ranks_with(other)
-    with ranks.watched(other.kill):
+    with ranks.watched(lambda: other.kill() or time.sleep(0.3)):  # the thread looks meanwhile
         pass
+    monkeypatch.setattr(siblings, "CONFIRM", 0.3)
     with pytest.raises(UserError, match=r"^a mistake$"), ranks_with(other).watched(lambda: None):
         raise UserError("a mistake")
     gone = Siblings(limit=7)
