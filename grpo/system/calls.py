@@ -121,11 +121,15 @@ class Calls:
             call.cpu, call.thread = time.thread_time(), threading.get_native_id()
             try:
                 with seen(self.what), put_back(self.what):
-                    outcome = call.function()
+                    try:
+                        outcome = call.function()
+                    finally:
+                        if (
+                            os.getpid() != process
+                        ):  # the function forked, and returned in the child too: it would never end
+                            os._exit(1)
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 outcome = error
-            if os.getpid() != process:  # the function forked, and returned in the child too, which would never end
-                os._exit(1)
             call.settle(outcome)
             if call.late:
                 return  # another thread has taken this one's place

@@ -1,6 +1,5 @@
 """A job of a sweep: its folder, and its state, read from the files in that folder while the job runs and afterwards."""
 
-import csv
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -52,16 +51,6 @@ class Job:
         seconds = self.manifest.get("seconds")
         return None if seconds is None else seconds / 60
 
-    @property
-    def step(self) -> int:
-        """The number of rollouts that the job has learned from."""
-        try:
-            with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as lines:
-                steps = [row["step"] for row in csv.DictReader(lines)]
-                return max((int(float(step)) for step in steps if step), default=0)  # the last line may be cut short
-        except OSError:
-            return 0
-
     def arguments(self) -> list[str]:
         """Return the arguments for the job's process. It resumes from its checkpoint if it has one, or ends at once if that is
         the last one and no evaluation is left.
@@ -69,9 +58,7 @@ class Job:
         A run without a checkpoint starts anew: its folder is moved to the sweep's folder `stopped`.
         """
         if has_checkpoint(self.folder):
-            others = [
-                override for override in self.overrides if not override.startswith(("ckpt_path=", "resume.auto="))
-            ]
+            others = [word for word in self.overrides if not word.startswith(("ckpt_path=", "resume.auto="))]
             return [*others, f"ckpt_path={literal(self.folder)}", "resume.auto=true"]
         if self.folder.exists() and self.rollouts is not None:  # an evaluation resumes from the files in its folder
             stopped = self.folder.parent / "stopped" / self.folder.name

@@ -360,7 +360,8 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_a_start_brings_the_trainers_weights_and_leaves_nothing(launched, model):
+def test_a_start_brings_the_trainers_weights_and_leaves_nothing(pair, launched, model):
+    pair.close()  # they are not needed any more, and would take CPU time
     disturb(model, seed=6)
     launched.load_weights(model, (launched.version or 0) + 1)
     assert gap_now(launched, model) < BOUND and launched.context == CONTEXT
