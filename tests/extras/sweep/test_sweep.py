@@ -109,6 +109,8 @@ def test_a_job_goes_on_from_its_checkpoint_and_without_one_it_starts_anew(tmp_pa
         (folder / "output.txt").touch()
         assert job.arguments() == ["seed=1", "ckpt_path=x"] and not folder.exists()
     assert (tmp_path / "stopped" / folder.name / "output.txt").exists()
+    folder.mkdir()
+    assert Job(0, folder, ["run=x"], "").arguments() == ["run=x"] and folder.exists()  # an evaluation goes on in it
 
 
 def test_the_output_of_a_job_goes_on_without_its_secrets(tmp_path):
