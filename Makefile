@@ -9,6 +9,8 @@ BUDGET ?= # --budget: fail if a room of tests takes more CPU seconds than it may
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 # threads that wait should sleep: on a busy machine spinning ones take the cores from those that work
 export OMP_WAIT_POLICY ?= PASSIVE
+# some containers set it: each process would compile what it imports anew, 15 CPU seconds for a run
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
