@@ -124,7 +124,7 @@ class Calls:
                     try:
                         outcome = call.function()
                     finally:
-                        if os.getpid() != process:  # the function forked, and the child returned too: it would never end
+                        if os.getpid() != process:  # a child of the function returned too: it would never end
                             os._exit(1)
             except BaseException as error:  # a user's code may raise anything, SystemExit too
                 outcome = error
