@@ -1,5 +1,8 @@
 """EarlyStopping in runs: when it ends them, what counts, and what a resumed run knows of it."""
 
+from types import SimpleNamespace
+
+import lightning as L
 import pytest
 import torch
 from conftest import compose_config
@@ -37,6 +40,20 @@ def test_a_run_that_no_longer_improves_ends_early_and_well(smoke, tmp_path, capl
     assert ended.value.code == 0 and Run(tmp_path).manifest["status"] == "finished" and len(rows(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(("mode", "min_delta", "last"), [("min", 0.5, 4), ("min", 0.1, 6), ("max", 0.5, 3)])
+def test_better_is_lower_or_higher_by_more_than_min_delta(mode, min_delta, last):
+    """patience=2. The values are 10, 9, 8.8, and then 8.6."""
+    trainer, batch = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), SimpleNamespace(rollout=0)
+    callback = EarlyStopping("rollout/length", mode=mode, min_delta=min_delta, patience=2)
+    seen = []
+    for value in (10, 9, 8.8, *[8.6] * 5):
+        trainer._logger_connector._callback_metrics = {"rollout/length": torch.tensor(value)}
+        if not trainer.should_stop:
+            callback.on_train_batch_end(trainer, None, None, batch, len(seen))
+            seen.append(value)
+    assert len(seen) == last
+
+
 @pytest.mark.slow
 def test_the_evaluation_of_the_last_rollout_does_not_end_a_run_that_is_extended(smoke, tmp_path):
     more = [*UNCHANGED, *settings("patience=2"), "eval.every=1", "resume.changes=allow"]
@@ -47,9 +64,9 @@ def test_the_evaluation_of_the_last_rollout_does_not_end_a_run_that_is_extended(
 
 @pytest.mark.slow
 def test_only_rollouts_with_an_evaluation_count(smoke, tmp_path):
-    more = [*UNCHANGED, *settings("patience=1", "monitor=eval/truncated"), "eval.every=2", "rollout.num_rollouts=9"]
+    more = [*UNCHANGED, *settings("patience=1", "monitor=eval/truncated"), "eval.every=3", "rollout.num_rollouts=9"]
     train(compose_config(*smoke(*more)))
-    assert Run(tmp_path).manifest["rollouts"] == 2
+    assert Run(tmp_path).manifest["rollouts"] == 3
 
 
 @pytest.mark.slow
