@@ -119,6 +119,11 @@ def no_replay(config: DictConfig) -> NoReturn:
     raise UserError("replay=... needs grpo/extras/preflight, which this tree does not have")
 
 
+def no_card(config: DictConfig) -> NoReturn:
+    """In place of the preflight's `on_paper`, in a tree without it."""
+    raise UserError("device=... needs grpo/extras/preflight, which this tree does not have")
+
+
 @contextmanager
 def one_line_errors(config_name: str) -> Iterator[None]:
     """Exit with one line if `explain` has one for the exception. Jobs use it too, because Hydra would add its own comment."""
@@ -176,6 +181,8 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
         if config.source is None:
             raise UserError("task=none is for samples that others play: give a task, or source=atropos or file")
         config.eval.every = 0
+    if config.get("device"):
+        of_appendix("preflight.cards.on_paper", no_card)(config)
     keep_secrets(config)
     processes = config.trainer.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     if processes and not any(word.startswith(("hydra.run.dir=", "output_dir=")) for word in [*sys.argv, *overrides]):
@@ -226,7 +233,7 @@ def warn_of_bfloat16(dtype: str, trainer: DictConfig) -> None:
 
     chosen = "model.dtype=bfloat16" if dtype == "bfloat16" else f"trainer.precision={trainer.get('precision')}"
     on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
-    if not chosen.endswith(("bfloat16", "bf16-mixed")):
+    if not chosen.endswith(("bfloat16", "bf16-mixed")) or trainer.get("card"):  # the card is not of this machine
         return
     if not on_cpu:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < BFLOAT16:

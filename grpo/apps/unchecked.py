@@ -35,7 +35,8 @@ class NoSizes:
 
     def fitted(self, optim: Optimization, trainer: L.Trainer) -> tuple[Optimization, None]:
         """Return the settings with a choice, and no parts of memory."""
-        return replace(optim, gradient_checkpointing=bool(optim.gradient_checkpointing)), None
+        again, size = bool(optim.gradient_checkpointing), optim.tokens_at_once(trainer.strategy.root_device.type)
+        return replace(optim, gradient_checkpointing=again, max_tokens_per_microbatch=size), None
 
 
 def no_forecast(*_: Any, **__: Any) -> list:

@@ -119,7 +119,7 @@ def check_ahead(config: DictConfig) -> None:
     if str(surrogate).startswith("grpo.") and algo.policy_coef:
         takes, corrected = arguments(surrogate).keys(), algo.correction is not None
         lines.append(too_old(f"rollout.ahead={ahead}", takes, corrected, algo.old_policy))
-    if engine in SHARED or (engine == AUTO and find_spec("vllm") is None):
+    if engine in SHARED or (engine == AUTO and find_spec("vllm") is None and not config.get("device")):
         lines.append(f"rollout.ahead={ahead} {NOT_APART}")
     if lines := [line for line in lines if line]:
         raise UserError("; and ".join(lines))

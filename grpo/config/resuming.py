@@ -37,7 +37,7 @@ OWN = (
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
 NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is compared by itself
     *("optim", "callbacks", "eval", "logger", "trainer", "strategy", "preflight", "resume", "deployment", "engine"),
-    *("rollout", "teacher", "critic", "module", "alarms", "forecast"),
+    *("rollout", "teacher", "critic", "module", "alarms", "forecast", "device"),
 )
 SHOWN = ("grpo.training.callbacks.", "grpo.extras.")  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on

@@ -10,13 +10,15 @@ MOST = 0.9  # of a device
 
 @dataclass(frozen=True)
 class Room:
-    """All in bytes, of one device. total: that it has. update, rollout: what the trainer holds in each phase.
+    """All in bytes, of one device. total: that it has. usable: those that trainer and engine may fill. update, rollout: what the
+    trainer holds in each phase.
 
     weights: those of the engine. sequence: the keys and values of the longest sequence; cache: those of a
     whole rollout of such sequences. may_sleep: whether the engine has nothing to do during an update.
     """
 
     total: int
+    usable: int
     update: int
     rollout: int
     weights: int
@@ -34,8 +36,8 @@ class Room:
         wanted = self.weights + WORK + self.cache
         if sleeps is None:
             enough = self.weights + WORK + min(self.cache, SEQUENCES * self.sequence)
-            sleeps = self.may_sleep and self.total - self.update < enough
-        left = self.total - (self.rollout if sleeps else self.update)
+            sleeps = self.may_sleep and self.usable - self.update < enough
+        left = self.usable - (self.rollout if sleeps else self.update)
         return max(0.0, min(MOST, wanted / self.total, left / self.total)), sleeps
 
     def lacks(self, share: float) -> bool:

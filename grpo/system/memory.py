@@ -19,6 +19,8 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 # bytes of an allocation that goes back to the system when it is freed; every page of the next one is zeroed anew
 LARGE = 1 << 22
 KEPT = 1 << 28  # free bytes of the heap that stay between phases: enough for small models
+# of a GPU, which no plan gives away: a display and other processes grow, and a forecast has errors. A margin, not measured
+SLACK = 0.03
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -73,8 +75,8 @@ def held(device: torch.device) -> int:
 
 
 def total(device: torch.device) -> int:
-    """Return the bytes that a GPU has, or those that a CPU has left."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free(device)
+    """Return the bytes that a GPU has."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def free(device: torch.device) -> int:
@@ -86,6 +88,11 @@ def free(device: torch.device) -> int:
     limits = [Path(path).read_text().strip() for path in CGROUP_LIMITS if Path(path).exists()]
     rest = [int(limit) - held(device) for limit in limits if limit.isdigit()]
     return min([psutil.virtual_memory().available, *rest])
+
+
+def with_slack(size: int) -> int:
+    """Return the part of a GPU's bytes that a plan may give away."""
+    return round((1 - SLACK) * size)
 
 
 def reset_peak(device: torch.device) -> None:

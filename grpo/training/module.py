@@ -55,7 +55,7 @@ class GRPOModule(UpdateRows):
         self.num_updates = num_rollouts * algorithm.updates_per_rollout
         self.updates = 0  # updates so far
         self.moved = False  # whether the policy has changed since the rollout
-        self.at_once = TokensAtOnce(optim.max_tokens_per_microbatch)
+        self.at_once = TokensAtOnce(optim.tokens_at_once(next(policy.parameters()).device.type))
         self.skipped = Skipped(optim.skipped, optim.max_skipped)
         self.entropy = EntropyController(algorithm.entropy)
         self.parts = UpdateParts({name: part for name, part in (parts or {}).items() if part is not None})

@@ -37,8 +37,8 @@ class Optimization:
     optimizer: from named parameters, or groups of them, to an Optimizer. groups: see `by_pattern`.
     schedule: called with optimizer and num_training_steps (the updates of the run); returns an LRScheduler.
     warmup_ratio: the share of the updates in which the learning rate rises; None: the schedule's num_warmup_steps.
-    max_tokens_per_microbatch: tokens that go through the model at once, which affects memory only; a row is never cut. None:
-    8192 on a machine with a GPU, else 2048, which is as fast on a CPU.
+    max_tokens_per_microbatch: tokens that go through the model at once, which affects memory only; a row is never cut. None: see
+    `tokens_at_once`.
     max_grad_norm: larger gradients are scaled down to it; None: no clipping.
     layout: how tokens are packed, see `grpo.models.logprobs`; results are the same.
     gradient_checkpointing: see `recomputing`; None: where the forecast says that an update does not fit without it. offload: see
@@ -61,9 +61,11 @@ class Optimization:
     groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens_per_microbatch is None:
-            object.__setattr__(self, "max_tokens_per_microbatch", 8192 if torch.accelerator.is_available() else 2048)
         self.tried(LONG)  # finds a wrong name or value before a model is loaded
+
+    def tokens_at_once(self, device: str) -> int:
+        """Return the tokens that go through the model at once on a type of device, such as cuda. A CPU is as fast with fewer."""
+        return self.max_tokens_per_microbatch or (2048 if device == "cpu" else 8192)
 
     def tried(self, num_updates: int, steps: int = 1) -> None:
         """Make `steps` steps of a run of num_updates on two small tensors, and on one for each group. Raises UserError."""

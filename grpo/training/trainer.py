@@ -38,7 +38,7 @@ class Sharing(Protocol):
     ) -> tuple[Any, str]:
         """Return Lightning's strategy for several ranks, and the precision that its Trainer gets.
 
-        needs: returns the bytes of one device without sharding. total: what it has. timeout: seconds of one collective.
+        needs: returns the bytes of one device without sharding. total: those that it may fill. timeout: of a collective, seconds.
 
         The run asks what it returns for more, if it has it: `share(module)` shares out the weights; `while_sampling(policy)` is
         the context in which a rank samples by itself; `check_ranks(devices, prompts, rollouts)` refuses ranks that do not fit;
@@ -86,11 +86,12 @@ def make_trainer(
         devices, num_nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     ranks, among_ranks = devices * num_nodes, "auto"
     if ranks > 1:
-        place = "cuda" if on_gpu else "cpu"
-        total = memory.total(torch.device(place)) // (1 if on_gpu else devices)  # processes share the CPU's memory
+        place = torch.device("cuda" if on_gpu else "cpu")
+        # each rank chooses alone and must choose the same: by the whole GPU, or by its share of the CPU's memory
+        total = memory.with_slack(memory.total(place)) if on_gpu else memory.free(place) // devices
         if strategy is None:
             raise UserError(f"trainer.devices={devices} needs a strategy: those of conf/strategy")
-        needed = partial(needs, precision, ranks, place)
+        needed = partial(needs, precision, ranks, place.type)
         among_ranks, precision = strategy.of_lightning(needed, total, timeout, ranks, precision)
     if precision == "16-true":
         precision = "32-true"  # no autocast

@@ -1,22 +1,32 @@
-"""The recipes of docs/hardware.md on the GPUs that they are for, by the forecast: PYTHONPATH=.:tests python -m helpers.recipes"""
+"""The recipes of docs/hardware.md on the GPUs that they are for, by the forecast.
+
+PYTHONPATH=.:tests python -m helpers.recipes [MOST]       # prints the table again, up to GPUs of MOST GB
+"""
 
 import re
+import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
-import torch
+import lightning as L
 from conftest import compose_config
 from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.protocol import Engine
 from grpo.engines.room import Room
+from grpo.extras.devices.strategy import Strategy
+from grpo.extras.preflight.cards import VLLMOnPaper, trainer_on
 from grpo.extras.preflight.forecast import Part, Sizes, forecast, in_phases
 from grpo.models.policy import with_adapter
-from grpo.system import memory
-from grpo.training.trainer import best_on_gpu
+from grpo.models.pretrained import Pretrained
+from grpo.rollout.types import Plan
+from grpo.training.optimization import Optimization
 from helpers.project import ROOT
 
 SHAPES = {  # class, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
@@ -33,12 +43,13 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of the table. gpus, size: GPUs and the GB of each. name: the second column."""
+    """A row of the table. gpus, size: GPUs and the GB of each. name: the second column. cells: the two columns of numbers."""
 
     gpus: int
     size: int
     name: str
     command: tuple[str, ...]
+    cells: tuple[str, str]
 
 
 def recipes() -> list[Recipe]:
@@ -46,10 +57,10 @@ def recipes() -> list[Recipe]:
     found = []
     for line in (ROOT / "docs" / "hardware.md").read_text().splitlines():
         if "`python train.py experiment=" in line:
-            size, name, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+            size, name, *cells, _ = [cell.strip() for cell in line.strip("|").split("|")]
             *gpus, size = re.findall(r"\d+", size)
             words = re.search(r"train.py ([^`]*)`", line)[1].split()
-            found.append(Recipe(int(gpus[0]) if gpus else 1, int(size), name, tuple(words)))
+            found.append(Recipe(int(gpus[0]) if gpus else 1, int(size), name, tuple(words), tuple(cells)))
     return found
 
 
@@ -58,34 +69,53 @@ def names_engine(recipe: Recipe) -> bool:
     return compose_config("output_dir=.", *recipe.command).engine._target_.endswith(TransformersEngine.__name__)
 
 
-class Vllm:
-    """Holds what vLLM would on a GPU, where it chooses itself."""
+class Noted(VLLMOnPaper):
+    """Knows whether it has too little."""
 
-    apart = True
-
-    def __init__(self, sleeps: bool | None) -> None:
-        self.sleeps, self.lacks = sleeps, None
+    lacks = False
 
     def fit(self, room: Room) -> dict[str, int]:
-        share, sleeps = room.share(self.sleeps)
-        self.lacks = room.lacks(share)
-        return {"rollout" if sleeps else "": round(share * room.total)}
+        taken = super().fit(room)
+        self.lacks = room.lacks(sum(taken.values()) / room.total)
+        return taken
+
+
+DECIDED: dict[Recipe, Optimization] = {}  # the settings of a recipe, which do not depend on its engine
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a run of a recipe chooses on its GPU. parts: of memory. again: whether layers are recomputed. size: tokens at once.
+    lacks: whether vLLM has too little."""
+
+    parts: list[Part]
+    again: bool
+    size: int
+    lacks: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a recipe's run. make: the module, from a model and settings of the optimization. prompt: tokens at most."""
+
+    config: DictConfig
+    plan: Plan
+    optim: Optimization
+    pretrained: Pretrained
+    make: Callable[[nn.Module, Optimization], L.LightningModule]
+    prompt: int
+
+    def sizes(self, engine: Engine) -> Sizes:
+        """Return what its memory depends on."""
+        return Sizes(
+            lambda model: self.make(model, self.optim), self.pretrained, self.plan, engine, lambda: self.prompt
+        )
 
 
 @contextmanager
-def pretended(size: int):
-    """Let a GPU have this many bytes."""
-    before = memory.total, memory.free, memory.held
-    memory.total, memory.free, memory.held = lambda device: size, lambda device: size, lambda device: 0
-    try:
-        yield
-    finally:
-        memory.total, memory.free, memory.held = before
-
-
-def parts_of(recipe: Recipe, vllm: bool) -> tuple[list[Part], bool, bool]:
-    """Return the parts of memory of a recipe on its GPU, whether layers are recomputed, and whether vLLM has too little."""
-    config = compose_config("output_dir=.", *recipe.command)
+def run_of(command: Sequence[str]) -> Iterator[Run]:
+    """Yield the run of a command. In this `with` there is a folder with the configuration of its model, without weights."""
+    config = compose_config("output_dir=.", *command)
     kind, hidden, inner, layers, heads, kv, vocabulary, tied = SHAPES[config.model.path]
     shape = {
         "hidden_size": hidden,
@@ -100,22 +130,26 @@ def parts_of(recipe: Recipe, vllm: bool) -> tuple[list[Part], bool, bool]:
         config.model.path = folder
         plan, algorithm, optim, pretrained = map(instantiate, (config.rollout, config.algo, config.optim, config.model))
 
-        def module(model) -> torch.nn.Module:
+        def make(model: nn.Module, optim: Optimization) -> L.LightningModule:
             policy = with_adapter(model, instantiate(config.adapter))
             return instantiate(config.module)(policy, algorithm, optim, 1.0, plan.num_rollouts, 0)
 
-        engine = Vllm(config.engine.get("sleeps")) if vllm else TransformersEngine()
-        precision = best_on_gpu((9, 0)) if config.trainer.precision == "auto" else config.trainer.precision
-        sharded = {"share": None, "passes": precision} if recipe.gpus > 1 else {}
-        strategy = SimpleNamespace(root_device=torch.device("cuda", 0), **sharded)
-        trainer = SimpleNamespace(
-            strategy=strategy, precision=precision, num_devices=recipe.gpus, world_size=recipe.gpus
-        )
-        sizes = Sizes(module, pretrained, plan, engine, lambda: PROMPT[config.task._target_.split(".")[1]])
-        with pretended(recipe.size * GB):
-            optim, parts = sizes.fitted(optim, trainer)
-            parts = forecast(sizes, trainer, parts, shown=False) or sizes.of_trainer(trainer)
-    return parts, bool(optim.gradient_checkpointing), bool(vllm and engine.lacks)
+        yield Run(config, plan, optim, pretrained, make, PROMPT[config.task._target_.split(".")[1]])
+
+
+def chosen(recipe: Recipe, vllm: bool) -> Chosen:
+    """Return what `python train.py ... debug=forecast device=...` finds for a recipe, with vLLM or the built-in engine."""
+    with run_of(recipe.command) as run:
+        engine = Noted(run.config.engine.get("sleeps")) if vllm else TransformersEngine()
+        strategy = Strategy("fsdp2") if recipe.gpus > 1 else None
+        precision = run.config.trainer.precision
+        trainer, parts = trainer_on(f"{recipe.size}GB", precision, recipe.gpus, strategy=strategy), None
+        if recipe not in DECIDED:
+            DECIDED[recipe], parts = run.sizes(engine).fitted(run.optim, trainer)
+        optim = DECIDED[recipe]
+        sizes = replace(run, optim=optim).sizes(engine)
+        parts = forecast(sizes, trainer, parts, shown=False) or parts or sizes.of_trainer(trainer)
+    return Chosen(parts, optim.gradient_checkpointing, optim.max_tokens_per_microbatch, vllm and engine.lacks)
 
 
 def peaks(parts: list[Part]) -> dict[str, int]:
@@ -124,16 +158,23 @@ def peaks(parts: list[Part]) -> dict[str, int]:
 
 
 def cell(recipe: Recipe, vllm: bool) -> str:
-    """Return the two peaks in GB with an engine, and an r if layers are recomputed; a dash if the recipe names the other one."""
+    """Return the two peaks in GB with an engine, the tokens at once if they are not the default of a GPU, and an r if layers are
+    recomputed; a dash if the recipe names the other engine."""
     if vllm and names_engine(recipe):
         return "-"
-    parts, again, lacks = parts_of(recipe, vllm)
-    numbers = ", ".join(f"{size / GB:.1f}" for size in peaks(parts).values())
-    return numbers + " r" * again + ", too little for vLLM" * lacks
+    found = chosen(recipe, vllm)
+    numbers = ", ".join(f"{size / GB:.1f}" for size in peaks(found.parts).values())
+    return (
+        numbers
+        + f" {found.size // 1024}k" * (found.size != 8192)
+        + " r" * found.again
+        + ", too little for vLLM" * found.lacks
+    )
 
 
 if __name__ == "__main__":
-    for recipe in recipes():
+    most = float(sys.argv[1]) if len(sys.argv) > 1 else float("inf")
+    for recipe in (recipe for recipe in recipes() if recipe.size * recipe.gpus <= most):
         gpus = f"{recipe.gpus} x " * (recipe.gpus > 1)
         numbers = " | ".join(cell(recipe, vllm) for vllm in (False, True))
         command = f"`python train.py {' '.join(recipe.command)}`"

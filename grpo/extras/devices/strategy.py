@@ -25,7 +25,8 @@ class Strategy:
     checkpoint: Literal["whole", "sharded"] = "whole"
 
     def chosen(self, needs: Callable[[], int], total: int) -> "Strategy":
-        """Return ddp or fsdp2 in place of auto, and log why. needs: the bytes of one device with ddp. total: what it has."""
+        """Return ddp or fsdp2 in place of auto, and log why. needs: the bytes of one device with ddp. total: those that it may
+        fill."""
         if self.kind != "auto":
             return self
         wanted = needs()

@@ -5,9 +5,10 @@ The run's own model, adapter, optimizer and longest microbatch are built from te
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,7 +21,7 @@ from grpo.extras.preflight.imagined import (
     activation_bytes,
     after_a_step,
     bytes_of,
-    cut_as_on,
+    head_as_on,
     imagined,
     in_a_layer,
     in_sampling,
@@ -29,6 +30,7 @@ from grpo.extras.preflight.imagined import (
     optimizer_step_bytes,
     with_gradients,
 )
+from grpo.extras.preflight.limits import CPU, host_limit, limit_of, to_fill
 from grpo.models.gradient_checkpointing import recomputable
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.types import Plan
@@ -60,24 +62,28 @@ class Part:
 
 # on a CPU the process's own growth: code that loads later, and holes in the heap. A margin, measured by benchmarks/forecast.py
 LATER = Part("process", 100_000_000)
-# of what a GPU holds, since torch's allocator keeps pieces of freed memory; of CUDA and its libraries. Margins, not measured
-RESERVE, CONTEXT = 0.05, 600_000_000
+# of what a GPU holds, since torch's allocator keeps pieces of freed memory. Simulated by tests/helpers/fake_gpu.py with 8192 tokens
+# at once: 4.9 % above the tensors for 0.5B, 9.2 % for 7B with LoRA and recomputed layers, which is counted 1.3 % too low
+RESERVE = 0.11
+CONTEXT = 600_000_000  # of CUDA and its libraries: a margin, not measured
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The settings on which memory depends. make_module: from a model. longest: returns the tokens of the longest prompt."""
+    """The settings on which memory depends. make_module: from a model. longest: returns the tokens of the longest prompt. choice:
+    settings of `optim` in place of the module's own."""
 
     make_module: Callable[[nn.Module], L.LightningModule]
     pretrained: Pretrained
     plan: Plan
     engine: Engine
     longest: Callable[[], int]
+    choice: Mapping[str, Any] = field(default_factory=dict)
 
     def parts(self, precision: str, ranks: int, sharded: bool = False, device: str = "cpu") -> list[Part] | None:
         """Return the parts of memory that one process will hold with such a device; None if they are unknown."""
-        with cut_as_on(device):
-            parts = known(self.counted, self.longest(), precision, ranks, sharded)
+        with head_as_on(device):
+            parts = known(self.counted, self.longest(), precision, ranks, sharded, device)
         memory.give_back()  # some optimizers compute with real tensors even here
         if parts and device == "cuda":
             held = sum(part.size or 0 for part in parts if not part.host and part.phase != "rollout")
@@ -96,31 +102,61 @@ class Sizes:
         return self.parts(precision, trainer.world_size, sharded, trainer.strategy.root_device.type)
 
     def fitted(self, optim: Optimization, trainer: L.Trainer) -> tuple[Optimization, list[Part] | None]:
-        """Return these settings, with gradient_checkpointing chosen if it is None: where an update does not fit without it. Also
-        returns the parts of memory with them, if choosing has counted these."""
-        if optim.gradient_checkpointing is not None:
-            return optim, None
-        place, parts = trainer.strategy.root_device, self.of_trainer(trainer)
-        needed = largest_phase([part for part in parts or () if not part.host])
-        total = memory.total(place) // (trainer.num_devices if place.type == "cpu" else 1)
-        again = needed > total and bool(recomputable(self.bare()))
-        words = "true" if again else "false", human(needed), human(total)
-        log.info("optim.gradient_checkpointing=%s: without it a run takes %s of %s", *words)
-        return replace(optim, gradient_checkpointing=again), None if again else parts
+        """Return these settings with the choices that they leave open, and the parts of memory with them, if choosing has counted
+        these.
+
+        The first choice with which an update fits the device is taken. On a GPU fewer tokens at once come first, down to a
+        quarter, if max_tokens_per_microbatch is None: they cost less than recomputed layers, which come next if
+        gradient_checkpointing is None.
+        """
+        choices = self.choices(optim, trainer.strategy.root_device.type)
+        usable, parts, short = to_fill(self.engine, trainer), None, []
+        for choice in choices if len(choices) > 1 else ():
+            parts = replace(self, choice=choice).of_trainer(trainer)
+            needed = in_phases([part for part in parts or () if not part.host])["update"]
+            size, again = choice.values()
+            if needed <= usable or choice == choices[-1]:
+                words = size, str(again).lower(), human(needed), human(usable), "; not " * bool(short), ", ".join(short)
+                line = (
+                    "optim.max_tokens_per_microbatch=%d optim.gradient_checkpointing=%s: an update takes %s of %s%s%s"
+                )
+                log.info(line, *words)
+                break
+            short.append(f"{human(needed)} with {size} tokens at once{' and recomputed layers' * again}")
+        return replace(optim, **choices[0] if parts is None else choice), parts
+
+    def choices(self, optim: Optimization, device: str) -> list[dict[str, Any]]:
+        """Return the choices that these settings leave open, the fastest first."""
+        sizes, again = [optim.tokens_at_once(device)], [bool(optim.gradient_checkpointing)]
+        if optim.max_tokens_per_microbatch is None and device != "cpu":
+            longest = self.longest() + self.plan.sampling.max_tokens  # a row is never cut
+            sizes += [sizes[0] // n for n in (2, 4) if 2 * sizes[0] // n > longest]
+        if optim.gradient_checkpointing is None and recomputable(self.bare()):
+            again.append(True)
+        return [{"max_tokens_per_microbatch": size, "gradient_checkpointing": each} for each in again for size in sizes]
+
+    def outlined(self, pretrained: Pretrained, device: str) -> L.LightningModule:
+        """Return the module without memory, with the choice, and the default of a type of device for what that leaves open."""
+        module = imagined(self.make_module, pretrained)
+        at_once = {"max_tokens_per_microbatch": module.optim.tokens_at_once(device)}
+        module.optim = replace(module.optim, **at_once | self.choice)
+        return module
 
     def bare(self) -> nn.Module:
         """Return the model without memory."""
         with torch.device("meta"):
             return self.pretrained.outline()
 
-    def room(self, parts: Sequence[Part], total: int, ranks: int) -> Room:
-        """Return what these parts leave of a device for an engine. total: bytes of the device. ranks: that share a rollout."""
+    def room(self, parts: Sequence[Part], total: int, usable: int, ranks: int) -> Room:
+        """Return what these parts leave of a device for an engine. total: its bytes. usable: those to fill. ranks: that share a
+        rollout."""
         policy, dtype = self.bare(), torch.bfloat16
         plan = replace(self.plan, prompts=math.ceil(self.plan.prompts / ranks))
         prompt, cache = self.longest(), partial(in_the_cache, policy.config, dtype)
         single = replace(plan, prompts=1, group_size=1)
         return Room(
             total=total,
+            usable=usable,
             weights=sum(p.numel() for p in policy.parameters()) * dtype.itemsize,
             sequence=known(cache, single, prompt, math.inf) or 0,
             cache=known(cache, plan, prompt, math.inf) or 0,
@@ -128,19 +164,24 @@ class Sizes:
             **in_phases([part for part in parts if not part.host]),
         )
 
-    def in_16_bits(self) -> tuple[L.LightningModule, list[torch.Tensor]]:
+    def in_16_bits(self, device: str) -> tuple[L.LightningModule, list[torch.Tensor]]:
         """Return the module in 16 bits, and its tensors and gradients."""
-        module = imagined(self.make_module, replace(self.pretrained, dtype="bfloat16"))
+        module = self.outlined(replace(self.pretrained, dtype="bfloat16"), device)
         parameters = [*module.parameters()]
         gradients = with_gradients(p for p in parameters if p.requires_grad)
         return module, [*parameters, *module.buffers(), *gradients]
 
     def counted(
-        self, prompt_tokens: int, precision: str = "32-true", devices: int = 1, sharded: bool = False
+        self,
+        prompt_tokens: int,
+        precision: str = "32-true",
+        devices: int = 1,
+        sharded: bool = False,
+        device: str = "cpu",
     ) -> list[Part]:
         """Return the parts of memory that one process will hold. sharded: each of the devices has a part of every parameter."""
         plan, engine = replace(self.plan, prompts=math.ceil(self.plan.prompts / devices)), self.engine
-        module = imagined(self.make_module, self.pretrained)
+        module = self.outlined(self.pretrained, device)
         policy, optim = module.policy, module.optim
         [optimizer], _ = module.configure_optimizers()
         model = [*module.parameters(), *module.buffers()]  # also the critic's
@@ -155,7 +196,7 @@ class Sizes:
         # layers that are gathered in 16 bits, so autocast copies no weight
         low_shards = sharded and mixed and policy.dtype.itemsize == 4
         # what computes, and the tensors that exist before
-        passes, beside = self.in_16_bits() if low_shards else (module, held)
+        passes, beside = self.in_16_bits(device) if low_shards else (module, held)
         one_pass = partial(activation_bytes, passes, plan, prompt_tokens, beside)
         casts = partial(torch.autocast, "cpu", MIXED.get(precision), enabled=mixed and not low_shards)
         with casts():
@@ -215,36 +256,61 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
     An engine that may choose how much it takes (`fit`) is given what the run leaves. parts: if they have been counted. shown:
     whether to log.
     """
-    device, cpu = trainer.strategy.root_device, torch.device("cpu")
+    device, card = trainer.strategy.root_device, getattr(trainer, "card", None)
     fit = getattr(sizes.engine, "fit", None) if device.type == "cuda" else None
     parts = parts or (sizes.of_trainer(trainer) if shown or fit else [])
+    of_engine, lacks = {}, False
     if parts and fit:
-        of_engine = fit(sizes.room(parts, memory.total(device), trainer.world_size))
+        total, limit = card.size if card else memory.total(device), to_fill(sizes.engine, trainer)
+        room = sizes.room(parts, total, limit, trainer.world_size)
+        of_engine = fit(room)
+        lacks = room.lacks(sum(of_engine.values()) / total)
         lower = "a lower engine.args.gpu_memory_utilization"
         parts = [part for part in parts if part.name != "engine"]
         parts += [Part("engine", size, lower, phase) for phase, size in of_engine.items()]
+        if shown:
+            log.info("engine: %s", words_of_engine(room, of_engine))
     if not shown:
         return parts or []
     if parts is None:
         log.info("memory: no forecast for this model")
         return []
-    parts += [LATER] if device == cpu else []
-    for place in dict.fromkeys([device, cpu]):
-        held = [part for part in parts if part.size != 0 and (device == cpu or part.host == (place == cpu))]
+    parts += [LATER] if device == CPU else []
+    so_far = 0 if card else max(0, memory.held(device) - sum(of_engine.values()))
+    fits = not lacks
+    for place in dict.fromkeys([device, CPU]):
+        held = [part for part in parts if part.size != 0 and (device == CPU or part.host == (place == CPU))]
         if not held:
             continue
-        now, more = memory.held(place), memory.free(place) // (trainer.num_devices if place == cpu else 1)
+        now, limit = (so_far, limit_of(trainer)) if place == device else host_limit(trainer)
         most = {phase: now + size for phase, size in in_phases(held).items()}
         table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *held])
-        amounts = map(human, [*most.values(), now + more])
-        log.info("memory: %s in an update, %s in a rollout, of %s on %s: %s", *amounts, place, table)
-        for phase, size in most.items():
-            if size > now + more:
+        name = card.name if card and place == device else place
+        log.info(
+            "memory: %s in an update, %s in a rollout, of %s on %s: %s",
+            *map(human, [*most.values(), limit]),
+            name,
+            table,
+        )
+        for phase, size in most.items() if limit is not None else ():
+            if size > limit:
+                fits = False
                 remediable = [part for part in held if part.phase in ("", phase) and part.size and part.remedy]
                 largest = sorted(remediable, key=lambda part: part.size, reverse=True)[:3]
                 remedies = dict.fromkeys(part.remedy for part in largest)
                 log.warning("memory: the %s may not fit; what helps most: %s", phase, ", ".join(remedies))
-    return [Part("so far", memory.held(device)), *parts]
+    if card:
+        log.info("%s: the run %s", card.name, "fits" if fits else "does not fit")
+    return [Part("so far", so_far), *parts]
+
+
+def words_of_engine(room: Room, taken: Mapping[str, int]) -> str:
+    """Describe the part of a device that an engine takes, and why. taken: bytes by phase, as `fit` returns them."""
+    size, left = sum(taken.values()), human(max(0, room.usable - room.update))
+    asleep = f"; it sleeps during an update, which leaves {left}"
+    return f"{100 * size / room.total:.0f}% of the GPU, {human(size)}" + (
+        asleep if "rollout" in taken else f", also during an update, which leaves {left}"
+    )
 
 
 def human(size: int | None) -> str:

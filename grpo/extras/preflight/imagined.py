@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
@@ -22,6 +23,7 @@ from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
+from grpo.models import token_scores
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
@@ -50,14 +52,35 @@ def known(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextmanager
-def cut_as_on(device: str) -> Iterator[None]:
-    """Let the head cut its logits as it does on this device, since tensors without memory are the CPU's."""
-    before = LOGITS_AT_ONCE["cpu"]
+def head_as_on(device: str) -> Iterator[None]:
+    """Let the head cut its logits as on this device, since tensors without memory are the CPU's, and write what its kernels
+    write there."""
+    before = LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward
     LOGITS_AT_ONCE["cpu"] = logits_at_once(device)
+    if is_compiled(device):
+        token_scores.forward, token_scores.backward = written_scores, written_gradient
     try:
         yield
     finally:
-        LOGITS_AT_ONCE["cpu"] = before
+        LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward = before
+
+
+def is_compiled(device: str) -> bool:
+    """Return whether the formulas of the head are kernels on this type of device: on a GPU, unless it is known to fail, because
+    it has failed in this process, or the GPU of this machine has no compiler."""
+    functions = token_scores.forward, token_scores.backward
+    no_compiler = torch.cuda.is_available() and find_spec("triton") is None
+    return all(device in each.devices and not each.failed for each in functions) and not no_compiler
+
+
+def written_scores(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Return empty tensors like those that the compiled `scores_of_rows` writes."""
+    return logits.new_empty(3, len(logits), dtype=torch.float32).unbind()
+
+
+def written_gradient(logits: Tensor, *_: Any) -> Tensor:
+    """Return an empty tensor like the one that the compiled `gradient_of_rows` writes."""
+    return torch.empty_like(logits)
 
 
 def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: Pretrained) -> L.LightningModule:

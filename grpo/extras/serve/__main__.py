@@ -31,14 +31,14 @@ if TYPE_CHECKING:  # --help has no need of torch
 SWITCH = 0.0005
 
 
-def device_of(name: str) -> "torch.device":
+def device_of(name: str | None) -> "torch.device":
     """Return torch's device of this name; auto is the accelerator if there is one, else the CPU. UserError for other names,
     and for a GPU that torch cannot use."""
     import torch
 
     from grpo.system.gpu import check_gpu
 
-    if name == "auto":
+    if name in ("auto", None):
         check_gpu("the server", "device=cpu")
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
