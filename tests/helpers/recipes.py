@@ -85,7 +85,7 @@ DECIDED: dict[Recipe, Optimization] = {}  # the settings of a recipe, which do n
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a run of a recipe chooses on its GPU. parts: of memory. again: whether layers are recomputed. size: tokens at once.
+    """The choices of a recipe on its GPU. parts: of memory. again: whether layers are recomputed. size: tokens at once.
     lacks: whether vLLM has too little."""
 
     parts: list[Part]

@@ -1,4 +1,4 @@
-"""What a run may fill of a memory: of its device, of the host, or of a card that is not here (`trainer.card`)."""
+"""The memory that a run may fill: of its device, of the host, or of a card that is not here (`trainer.card`)."""
 
 import lightning as L
 import torch

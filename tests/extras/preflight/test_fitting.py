@@ -1,4 +1,4 @@
-"""What a run chooses so that an update fits its device, in GB worked by hand: tokens at once, recomputed layers, vLLM's part."""
+"""A run's choices so that an update fits its device, in GB worked by hand: tokens at once, recomputed layers, vLLM's part."""
 
 from dataclasses import replace
 from types import SimpleNamespace
