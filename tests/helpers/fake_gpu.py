@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.kernels.flex import FlexKernel
 from grpo.extras.preflight.forecast import CONTEXT
-from grpo.extras.preflight.imagined import head_as_on, imagined, minibatch
+from grpo.extras.preflight.imagined import fullest, head_as_on, imagined, minibatch
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.packing import microbatches
 from grpo.training import meter
@@ -162,8 +162,10 @@ def update(command: Sequence[str], size: int, again: bool) -> Found:
             p.grad = torch.empty_like(p)
         optimizer.step()
         optimizer.zero_grad()
-        rows = run.plan.prompts * run.plan.group_size // module.algorithm.num_minibatches
-        batch = replace(minibatch(run.plan, run.prompt, rows), fresh=None)
+        plan, rows = run.plan, run.plan.prompts * run.plan.group_size // module.algorithm.num_minibatches
+        width = fullest(plan, run.prompt, rows, optim.layout, size)
+        plan = replace(plan, sampling=replace(plan.sampling, max_tokens=width))
+        batch = replace(minibatch(plan, run.prompt, rows), fresh=None)
         batch = batch.rows(torch.cat(microbatches(batch, optim.layout, size)[:2]).sort().values)
         zeros, rows = torch.zeros(batch.mask.shape), len(batch)
         batch = replace(batch, sample=torch.arange(rows), fresh=torch.ones(rows, dtype=torch.bool))

@@ -64,7 +64,7 @@ def card_named(name: str) -> Card:
             return Card(known, round(size * GB), capability)
     if (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gb", name.strip().lower())) and float(size[1]) > 0:
         return Card(f"a GPU of {size[1]} GB", round(float(size[1]) * GB))
-    listed = ", ".join(known.lower().replace(" ", "") for known in CARDS)
+    listed = ", ".join(known.lower().replace("rtx ", "rtx").replace(" ", "-") for known in CARDS)
     raise UserError(f"device={name} is no card that the forecast knows: give one of {listed}, or its memory, as 24GB")
 
 

@@ -63,7 +63,7 @@ class Part:
 # on a CPU the process's own growth: code that loads later, and holes in the heap. A margin, measured by benchmarks/forecast.py
 LATER = Part("process", 100_000_000)
 # of what a GPU holds, as torch's allocator keeps pieces of freed memory. tests/helpers/fake_gpu.py simulates it, 8192 tokens:
-# 4.9 % above the tensors of 0.5B; 9.2 % above those of 7B with LoRA and recomputed layers, which are counted 1.3 % too low
+# 4.3 % above the tensors of 0.5B, 1.8 % above those of 7B with LoRA and recomputed layers, 9.2 % if its answers are full
 RESERVE = 0.11
 CONTEXT = 600_000_000  # of CUDA and its libraries: a margin, not measured
 

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -127,15 +128,32 @@ def optimizer_step_bytes(optimizer: Optimizer, before: Iterable[Tensor]) -> int:
 def activation_bytes(
     module: L.LightningModule, plan: Plan, prompt_tokens: int, before: Iterable[Tensor], layout: Layout
 ) -> Counter[str]:
-    """Return the peak bytes of the longest microbatch, forward and backward. before: tensors that exist before it."""
+    """Return the peak bytes of the fullest microbatch, forward and backward. before: tensors that exist before it."""
     policy, optim = module.policy, module.optim
-    batch = minibatch(plan, prompt_tokens, plan.prompts * plan.group_size // module.algorithm.num_minibatches)
-    batch = batch.rows(microbatches(batch, layout, optim.max_tokens_per_microbatch)[0])
+    rows, most = plan.prompts * plan.group_size // module.algorithm.num_minibatches, optim.max_tokens_per_microbatch
+    width = fullest(plan, prompt_tokens, rows, layout, most)
+    batch = minibatch(replace(plan, sampling=replace(plan.sampling, max_tokens=width)), prompt_tokens, rows)
+    batch = batch.rows(microbatches(batch, layout, most)[0])
     live = Live(before, policy.config.get_text_config().vocab_size)
     with live, recomputing(policy, optim.gradient_checkpointing):
         outputs = outputs_of(module, batch, layout)
         sum(numbers.sum() for numbers in outputs).backward()
     return live.most
+
+
+def fullest(plan: Plan, prompt_tokens: int, rows: int, layout: Layout, most: int) -> int:
+    """Return the tokens of each answer with which a microbatch of equal rows is the fullest: `most` tokens may leave a large rest
+    where all answers have their full length, and shorter ones fill it. Of several lengths the longest."""
+    groups, size = (
+        (rows, 1) if layout != "shared_prompt" else (max(1, rows // plan.group_size), min(rows, plan.group_size))
+    )
+
+    def tokens(width: int) -> int:
+        if (whole := prompt_tokens + size * width) <= most or size == 1:
+            return min(groups, max(1, most // whole)) * whole
+        return prompt_tokens + max(1, (most - prompt_tokens) // width) * width
+
+    return max(range(1, plan.sampling.max_tokens + 1), key=lambda width: (tokens(width), width))
 
 
 def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> Iterable[Tensor]:

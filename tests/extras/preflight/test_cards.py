@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from conftest import compose_config
 from hydra.utils import instantiate
 from transformers import LlamaConfig
@@ -11,6 +12,8 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.room import Room
 from grpo.extras.preflight.cards import CARDS, GB, SharedOnPaper, VLLMOnPaper, card_named, trainer_on
 from grpo.extras.preflight.forecast import Sizes
+from grpo.extras.preflight.imagined import is_compiled
+from grpo.extras.preflight.limits import host_limit, limit_of, to_fill
 from grpo.models import token_scores
 from grpo.system.errors import UserError
 from train import train
@@ -162,11 +165,30 @@ def test_the_default_of_a_gpu_is_the_forecasts_on_a_machine_without_one(tmp_path
 
 @pytest.mark.slow
 def test_the_default_of_a_gpu_is_counted_on_a_machine_without_one(tmp_path):
-    """128 rows of 80 tokens, of which 102 go through the model at once on a GPU, and 25 on a CPU."""
+    """Rows of 64 tokens fill both: 128 go through the model at once on a GPU, and 32 on a CPU."""
     sizes, given = (sizes_of(tmp_path, *f"{WORDS}{size}".split(), vocabulary=100) for size in ("null", 8192))
     gpu, cpu, explicit = (
         {part.name: part.size for part in one.parts("32-true", 1, device=device)}
         for one, device in ((sizes, "cuda"), (sizes, "cpu"), (given, "cuda"))
     )
     assert gpu == explicit
-    assert gpu["activations"] / cpu["activations"] == pytest.approx(102 / 25, rel=0.1)
+    assert gpu["activations"] / cpu["activations"] == pytest.approx(128 / 32, rel=0.1)
+
+
+def test_the_card_gives_the_precision_and_the_limit(caplog):
+    caplog.set_level("INFO")
+    assert trainer_on("t4").precision == "16-mixed" and "sdpa, since FlexAttention" in caplog.text
+    assert trainer_on("l4").precision == "bf16-mixed" and trainer_on("l4", precision="32-true").precision == "32-true"
+    assert limit_of(trainer_on("24GB")) == to_fill(None, trainer_on("24GB")) == round(0.97 * 24 * GB)
+    assert host_limit(trainer_on("24GB")) == (0, None)
+
+
+def test_the_head_is_compiled_on_a_gpu_unless_that_is_known_to_fail(monkeypatch):
+    assert is_compiled("cuda") and not is_compiled("cpu")
+    monkeypatch.setattr(token_scores.forward, "failed", True)
+    assert not is_compiled("cuda")
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for found in (None, "triton"):
+        monkeypatch.setattr("grpo.extras.preflight.imagined.find_spec", lambda name, found=found: found)
+        assert is_compiled("cuda") == bool(found)

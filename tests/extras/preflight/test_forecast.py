@@ -24,9 +24,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.preflight.forecast import Part, Sizes, forecast
-from grpo.extras.preflight.imagined import Live, after_a_step, bytes_of, in_the_cache, minibatch, optimizer_step_bytes
+from grpo.extras.preflight.imagined import (
+    Live,
+    after_a_step,
+    bytes_of,
+    fullest,
+    in_the_cache,
+    minibatch,
+    optimizer_step_bytes,
+)
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
+from grpo.models.packing import microbatches
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
 from grpo.system import memory
@@ -478,3 +487,29 @@ def test_a_run_takes_what_was_foreseen(smoke, toy, tmp_path, caplog, shape, sett
         most = max(float(row[f"memory/{phase}"]) for row in rows)
         assert expected / 1.3 < most < 1.15 * expected, f"{phase}: {most / 1e9:.2f} GB, {line}"
     assert foreseen.keys() == {"update", "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "most", "groups", "width"),
+    [
+        ("shared_prompt", 8192, 20, 480),  # two groups of 256 + 8 x 480; one of 256 + 8 x 512 would be 4352
+        ("shared_prompt", 2048, 20, 448),  # 256 + 4 x 448; 256 + 3 x 512 would be 1792
+        ("shared_prompt", 4352, 20, 512),
+        ("shared_prompt", 100_000, 20, 512),  # all rows
+        ("shared_prompt", 8192, 1, 512),
+        ("shared_prompt", 700, 20, 512),  # a row of 768 is longer than the limit, and alone
+        ("packed", 8192, 20, 256),  # 16 rows of 512
+        ("padded", 768 * 3, 20, 512),
+    ],
+)
+def test_the_fullest_microbatch_may_have_shorter_answers(layout, most, groups, width):
+    """Prompts of 256 tokens, each with 8 answers of at most 512."""
+    run = Run("nowhere", "rollout.group_size=8", "max_tokens=512")
+    assert fullest(run.plan, 256, 8 * groups, layout, most) == width
+    tokens = {}
+    for each in (width, 512):
+        batch = minibatch(replace(run.plan, sampling=replace(run.plan.sampling, max_tokens=each)), 256, 8 * groups)
+        batch = batch.rows(microbatches(batch, layout, most)[0])
+        prompts = batch.ids[:, 0].unique().numel() if layout == "shared_prompt" else len(batch)
+        tokens[each] = 256 * prompts + each * len(batch)
+    assert tokens[512] <= tokens[width] and (tokens[width] <= most or width == 512)
