@@ -143,7 +143,7 @@ def activation_bytes(
 
 def fullest(plan: Plan, prompt_tokens: int, rows: int, layout: Layout, most: int) -> int:
     """Return the tokens of each answer with which a microbatch of equal rows is the fullest: `most` tokens may leave a large rest
-    where all answers have their full length, and shorter ones fill it. Of several lengths the longest."""
+    where all answers have their full length, and shorter ones fill it. Among equals the longest counts."""
     groups, size = (
         (rows, 1) if layout != "shared_prompt" else (max(1, rows // plan.group_size), min(rows, plan.group_size))
     )
