@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo.engines.room import Room
@@ -24,21 +26,7 @@ from grpo.training.trainer import BFLOAT16, best_on_gpu
 log = logging.getLogger(__name__)
 
 GB = 10**9
-# GB of the whole card as torch counts them, which is less than its name says; compute capability
-CARDS = {
-    "T4": (15.6, (7, 5)),
-    "RTX 3090": (25.3, (8, 6)),
-    "RTX 4090": (25.3, (8, 9)),
-    "RTX 5090": (33.6, (12, 0)),
-    "A10": (23.6, (8, 6)),
-    "L4": (23.6, (8, 9)),
-    "A100 40GB": (42.2, (8, 0)),
-    "A100 80GB": (84.9, (8, 0)),
-    "L40S": (47.6, (8, 9)),
-    "H100": (84.9, (9, 0)),
-    "H200": (150.0, (9, 0)),
-    "B200": (191.4, (10, 0)),
-}
+CARDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # the kernels of FlexAttention want more shared memory than the 64 KB of an older card
 FLEX_FROM = (8, 0)
 
@@ -61,7 +49,7 @@ def card_named(name: str) -> Card:
     """Return the card with this name, as RTX 4090 or rtx4090, or one of a size, as 24GB. Raises UserError."""
     for known, (size, capability) in CARDS.items():
         if letters_of(known) == letters_of(name):
-            return Card(known, round(size * GB), capability)
+            return Card(known, round(size * GB), tuple(capability))
     if (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gb", name.strip().lower())) and float(size[1]) > 0:
         return Card(f"a GPU of {size[1]} GB", round(float(size[1]) * GB))
     listed = ", ".join(known.lower().replace("rtx ", "rtx").replace(" ", "-") for known in CARDS)

@@ -91,8 +91,12 @@ class Sizes:
         return parts
 
     def needed(self, precision: str, ranks: int, device: str = "cpu") -> int:
-        """Return the most bytes that one of these ranks holds on its device without sharding; 0 if unknown."""
-        parts = self.parts(precision, ranks, device=device)
+        """Return the most bytes that one of these ranks holds on its device without sharding, with the fewest tokens at once that
+        the settings leave open; 0 if unknown."""
+        if (module := known(imagined, self.make_module, self.pretrained)) is None:
+            return 0
+        size = min(each["max_tokens_per_microbatch"] for each in self.choices(module.optim, device))
+        parts = replace(self, choice={"max_tokens_per_microbatch": size}).parts(precision, ranks, device=device)
         return largest_phase([part for part in parts or () if not part.host])
 
     def of_trainer(self, trainer: L.Trainer) -> list[Part] | None:
@@ -105,9 +109,8 @@ class Sizes:
         """Return these settings with the choices that they leave open, and the parts of memory with them, if choosing has counted
         these.
 
-        The first choice with which an update fits the device is taken. On a GPU fewer tokens at once come first, down to a
-        quarter, if max_tokens_per_microbatch is None: they cost less than recomputed layers, which come next if
-        gradient_checkpointing is None.
+        The first choice with which an update fits the device is taken. On a GPU fewer tokens at once, down to a quarter, come
+        before recomputed layers, which cost more.
         """
         choices = self.choices(optim, trainer.strategy.root_device.type)
         usable, parts, short = to_fill(self.engine, trainer), None, []
@@ -259,12 +262,12 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
     device, card = trainer.strategy.root_device, getattr(trainer, "card", None)
     fit = getattr(sizes.engine, "fit", None) if device.type == "cuda" else None
     parts = parts or (sizes.of_trainer(trainer) if shown or fit else [])
-    of_engine, lacks = {}, False
+    of_engine, fits = {}, True
     if parts and fit:
         total, limit = card.size if card else memory.total(device), to_fill(sizes.engine, trainer)
         room = sizes.room(parts, total, limit, trainer.world_size)
         of_engine = fit(room)
-        lacks = room.lacks(sum(of_engine.values()) / total)
+        fits = not room.lacks(sum(of_engine.values()) / total)
         lower = "a lower engine.args.gpu_memory_utilization"
         parts = [part for part in parts if part.name != "engine"]
         parts += [Part("engine", size, lower, phase) for phase, size in of_engine.items()]
@@ -277,7 +280,6 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
         return []
     parts += [LATER] if device == CPU else []
     so_far = 0 if card else max(0, memory.held(device) - sum(of_engine.values()))
-    fits = not lacks
     for place in dict.fromkeys([device, CPU]):
         held = [part for part in parts if part.size != 0 and (device == CPU or part.host == (place == CPU))]
         if not held:
@@ -307,10 +309,8 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
 def words_of_engine(room: Room, taken: Mapping[str, int]) -> str:
     """Describe the part of a device that an engine takes, and why. taken: bytes by phase, as `fit` returns them."""
     size, left = sum(taken.values()), human(max(0, room.usable - room.update))
-    asleep = f"; it sleeps during an update, which leaves {left}"
-    return f"{100 * size / room.total:.0f}% of the GPU, {human(size)}" + (
-        asleep if "rollout" in taken else f", also during an update, which leaves {left}"
-    )
+    when = "; it sleeps during" if "rollout" in taken else ", also during"
+    return f"{100 * size / room.total:.0f}% of the GPU, {human(size)}{when} an update, which leaves {left}"
 
 
 def human(size: int | None) -> str:

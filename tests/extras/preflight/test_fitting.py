@@ -174,3 +174,21 @@ def test_several_ranks_choose_the_same_whatever_is_free_on_each(counted, monkeyp
         chosen.append(sizes.fitted(optim, trainer)[0])
     assert asked == [round(0.97 * 24 * GB)] * 3
     assert [each.max_tokens_per_microbatch for each in chosen] == [8192] * 3
+
+
+def test_ddp_is_weighed_with_the_fewest_tokens_that_the_settings_leave_open(counted, monkeypatch):
+    """Fewer tokens cost less than sharing out the weights. Layers are not recomputed for it."""
+    asked = []
+
+    def parts(self, precision, ranks, sharded=False, device="cpu"):
+        asked.append(dict(self.choice))
+        return [Part("weights", GB)]
+
+    monkeypatch.setattr(Counted, "parts", parts)
+    for words, size in (("null", 2048), ("4096", 4096)):
+        sizes, optim = counted("optim.gradient_checkpointing=null", f"optim.max_tokens_per_microbatch={words}")
+        monkeypatch.setattr(
+            "grpo.extras.preflight.forecast.imagined", lambda *_, optim=optim: SimpleNamespace(optim=optim)
+        )
+        assert sizes.needed("bf16-mixed", 2, "cuda") == GB and asked.pop() == {"max_tokens_per_microbatch": size}
+    assert sizes.needed("32-true", 2) == GB and asked == [{"max_tokens_per_microbatch": 4096}]
