@@ -14,7 +14,7 @@ from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Kernel
 from grpo.models.probe_lengths import LONGEST, beyond_sizes, probe_sizes
 from grpo.models.trusted import objection
-from grpo.objectives.batch import TokenBatch
+from grpo.objectives.batch import OF_ROWS, TokenBatch
 from grpo.system import distributed
 from grpo.system.distributed import computes_in, is_sharded, one_pass
 from grpo.system.errors import UserError
@@ -50,14 +50,17 @@ def in_microbatches(
 
 
 def with_host(batch: TokenBatch) -> TokenBatch:
-    """Return the batch with a copy of its ids, masks and samples in the host's memory, if it is on a
-    device."""
+    """Return the batch with a copy of its ids, masks, samples, rows and taught tokens in the host's memory, if it
+    is on a device. The host waits once."""
     if batch.ids.device.type == "cpu":
         return batch
-    parts = batch.ids, batch.attention_mask, batch.passed().mask, batch.sample[:, None]
-    widths = [part.shape[1] for part in parts]
-    ids, seen, mask, sample = torch.cat(parts, dim=1).cpu().split(widths, dim=1)
-    return replace(batch, host=TokenBatch(ids, seen, mask.bool(), torch.zeros(mask.shape), sample[:, 0]))
+    parts = {name: getattr(batch, name) for name in ("ids", "attention_mask", "mask", "sample", "row", "teaching")}
+    parts |= {"mask": batch.passed().mask, "teaching": None if batch.teaching is None else batch.teaching > 0}
+    there = {name: part[:, None] if name in OF_ROWS else part for name, part in parts.items() if part is not None}
+    pieces = torch.cat([*there.values()], dim=1).cpu().split([part.shape[1] for part in there.values()], dim=1)
+    host = {name: piece[:, 0] if name in OF_ROWS else piece for name, piece in zip(there, pieces, strict=True)}
+    host["mask"] = host["mask"].bool()
+    return replace(batch, host=TokenBatch(**host, rollout_logprobs=torch.zeros(host["mask"].shape)))
 
 
 def microbatches(batch: TokenBatch, layout: Layout, max_tokens: int) -> list[Tensor]:

@@ -30,7 +30,8 @@ def states_before(
     seen = batch.attention_mask
     positions = (seen.cumsum(dim=1) - 1).clamp(min=0)
     states = model(input_ids=batch.ids, attention_mask=seen, position_ids=positions, use_cache=False).last_hidden_state
-    return states[:, batch.prompt_width - 1 : -1][batch.mask]
+    row, column = (batch.host or batch).mask.cpu().nonzero().T
+    return states[sent(row, states.device), sent(column + batch.prompt_width - 1, states.device)]
 
 
 def logprobs_and_states(

@@ -1,10 +1,11 @@
 """A pretended device: its tensors say that they are on `lazy:0`, and their numbers are on the CPU.
 
-It shows two faults that only a GPU would show otherwise. An operation on tensors of both memories raises, as with CUDA: a copy is
+It shows faults that only a GPU would show otherwise. An operation on tensors of both memories raises, as with CUDA: a copy is
 missing. And `waits` counts, by line of code, where the host would wait until the GPU has done all its work: where it reads a
-number, where the size of a result depends on numbers, and at each copy that is not queued (`non_blocking`).
+number, where the size of a result depends on numbers, and at each copy that is not queued (`non_blocking`). A queued copy to the
+host has arrived after `torch.accelerator.synchronize`; what reads it before that raises. `carried` has the bytes of copies.
 
-It knows no autocast, no kernels and no several devices: these need a test on a GPU.
+It knows no autocast, no kernels, no pinned memory and no several devices: these need a test on a GPU.
 """
 
 import sys
@@ -19,6 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+from grpo.system.memory import storage_of
 
 ROOT = Path(__file__).parents[2]
 LAZY = torch.device("lazy", 0)  # autograd runs it in the calling thread, as it does a CPU
@@ -63,7 +66,10 @@ class OnDevice(Tensor):
 
 
 class Pretended(TorchDispatchMode):
-    """In this `with`, the pretended device exists. waits: the number of waits by line and kind; copies: those to the device."""
+    """In this `with`, the pretended device exists. waits: the number of waits by line and kind; copies: those to the device.
+
+    carried: the bytes copied to the "device" and to the "host". due: the storages of the host that copies are under way to.
+    """
 
     now: "Pretended | None" = None
 
@@ -71,12 +77,15 @@ class Pretended(TorchDispatchMode):
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.copies = 0
+        self.carried: Counter[str] = Counter()
+        self.due: set[int] = set()
         self.changes = ExitStack()
 
     def __enter__(self) -> "Pretended":
         Pretended.now = self
         self.changes.enter_context(patch.object(torch, "lazy", torch.cpu, create=True))
         self.changes.enter_context(patch.object(torch, "autocast", without_autocast))
+        self.changes.enter_context(patch.object(torch.accelerator, "synchronize", self.synchronize))
         enabled = torch.is_autocast_enabled
         unknown = patch.object(torch, "is_autocast_enabled", lambda *kind: kind != (LAZY.type,) and enabled(*kind))
         self.changes.enter_context(unknown)
@@ -108,7 +117,13 @@ class Pretended(TorchDispatchMode):
     def clear(self) -> None:
         """Forget what was counted."""
         self.waits.clear()
+        self.carried.clear()
         self.copies = 0
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait for all that is queued."""
+        waited("synchronize")
+        self.due.clear()
 
     def count(self, *places: str) -> int:
         """Return the number of waits, or of those at lines of the files that these words are in."""
@@ -163,6 +178,8 @@ def computed(function, args: tuple, kwargs: dict) -> Any:
     tensors: list[Tensor] = []
     inner = [mapped(lambda x: inner_of(x, tensors), each) for each in (args, tuple(kwargs.values()))]
     there = [x for x in tensors if isinstance(x, OnDevice)]
+    if Pretended.now is not None and Pretended.now.due:
+        note_reading(function, tensors)
     device = kwargs.get("device")
     result_there = bool(there) if device is None else torch.device(device).type == LAZY.type
     if there or result_there:
@@ -212,11 +229,24 @@ def note_copy(function, args: tuple, kwargs: dict, result_there: bool) -> None:
     from_device = isinstance(source, OnDevice)
     into_device = isinstance(args[0], OnDevice) if function is aten.copy_.default else result_there
     if from_device and not into_device:
-        waited("copy to the host")
+        Pretended.now.carried["host"] += source.numel() * source.element_size()
+        if queued and function is aten.copy_.default:
+            Pretended.now.due.add(storage_of(args[0]))
+        else:
+            waited("copy to the host")
     elif into_device and not from_device and source.dim() + (function is not aten.copy_.default):
         Pretended.now.copies += 1
+        Pretended.now.carried["device"] += source.numel() * source.element_size()
         if not queued:
             waited("copy to the device, not queued")
+
+
+def note_reading(function, tensors: list[Tensor]) -> None:
+    """Raise RuntimeError if an operation reads what a queued copy has not brought to the host yet. Views and writes may go on."""
+    views = any(result.alias_info is not None for result in function._schema.returns)
+    late = [x for x in tensors if not isinstance(x, OnDevice) and storage_of(x) in Pretended.now.due]
+    if late and not views:
+        raise RuntimeError(f"{function} reads at {place()} what a queued copy has not brought to the host yet")
 
 
 def note_index(args: tuple) -> None:

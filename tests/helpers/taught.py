@@ -1,7 +1,10 @@
 """Modules that learn from a teacher, in place of a trainer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo.extras.teachers.kinds import Model, Teacher
 from grpo.extras.teachers.module import Lessons
@@ -17,6 +20,22 @@ class Alone(Lessons):
     """No teacher here asks what made the rollout."""
 
     rollouts = None
+
+
+class Given(Model):
+    """teacher=model, with a model that is in memory already. visits: how often it was on its device for passes."""
+
+    def __init__(self, model: nn.Module, offload: bool = False) -> None:
+        self.loaded, self.offload, self.visits = model.requires_grad_(False), offload, 0
+
+    def attach(self, policy: nn.Module) -> None:
+        Teacher.attach(self, policy)
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        self.visits += 1
+        with super().model() as model:
+            yield model
 
 
 def other_model(toy, folder, seed: int = 5) -> str:

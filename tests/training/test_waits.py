@@ -97,6 +97,43 @@ def test_an_update_with_a_critic(device):
     assert (device.count(), device.count("gae.py")) == (27, 18), device.table()
 
 
+def with_teacher(size: int, offload: bool, **teaching) -> GRPOModule:
+    """Return a module on the device with a teacher of another model, after the first pass of both."""
+    from helpers.taught import Given, taught
+
+    policy, model = on_device(model_of("llama_tied")), model_of("llama_tied")
+    teacher = Given(model if offload else on_device(model), offload)
+    module = taught(policy, teacher, policy_coef=1.0, max_tokens_per_microbatch=size, **teaching)
+    for one in (policy, model):
+        factor_of(one, 128)
+    assert module.layout == ("shared_prompt", None)
+    with teacher.model() as there:
+        assert teacher.layout(there, module.parts["teacher"].passes) == ("shared_prompt", None)
+    return module
+
+
+# Five waits more if distributions are compared: for what the teacher reads, for the tokens that are taught outside the mask, for
+# texts, and for the samples of the second term. A teacher of sampled tokens makes its passes before the updates, for which three
+# waits come; an offloaded one waits for ids and masks of all rows, and for its states.
+@pytest.mark.slow
+@pytest.mark.extras("teachers")
+@pytest.mark.parametrize(
+    ("teaching", "offload", "waits"),
+    [
+        ({"divergence": "sampled"}, False, 15),
+        ({"divergence": "reverse"}, False, 12),
+        ({"divergence": "reverse", "top_k": 20}, False, 12),
+        ({"divergence": "reverse"}, True, 14),
+    ],
+    ids=["sampled", "reverse", "top_k", "offloaded"],
+)
+def test_an_update_with_a_teacher_waits_as_often_with_many_microbatches(device, teaching, offload, waits):
+    assert learn(with_teacher(1000, offload, **teaching), device) == 1
+    one = device.count()
+    assert learn(with_teacher(20, offload, **teaching), device) >= 3
+    assert device.count() == one == waits, device.table()
+
+
 def test_means_of_a_device_are_those_of_its_numbers(device):
     """Two microbatches, with padding; 3 of 4 and 0 of 2 values count."""
     means, values = meter.Means(), torch.tensor([[0.5, -1.0], [2.0, 99.0]])

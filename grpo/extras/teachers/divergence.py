@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo.models.adapted import without_adapter
 from grpo.models.head import after_the_decoder, chunks_of, factor_of, logits_at_once, with_parts
 from grpo.models.token_scores import divided, temperature_at
+from grpo.system.memory import sent
 
 TENSORS = 4  # a chunk holds eight [c, V] in float32 at most, where the head alone holds two of its larger chunks
 
@@ -28,7 +29,7 @@ class Predicted(Protocol):
 
     def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """Return the log-probabilities of c of the tokens over the first `width` entries, [c, width] float32. An entry that is
-        excluded has -1e4. temperature: a number, or one for each of them, [c]."""
+        excluded has -1e4. at: a tensor is in the host's memory. temperature: a number, or one for each of them, [c]."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Distributions:
         self, at: slice | Tensor, temperature: float | Tensor, width: int, states: Tensor | None = None
     ) -> Tensor:
         """Return log softmax(logits / temperature), as `Predicted`. states: in place of these, [c, hidden]."""
-        at = at.to(self.states.device) if isinstance(at, Tensor) else at  # the teacher's, not the policy's
+        at = sent(at, self.states.device) if isinstance(at, Tensor) else at
         model, states = without_adapter(self.model), self.states[at] if states is None else states
         temperature = temperature.to(states.device) if isinstance(temperature, Tensor) else temperature
         plain = factor_of(model, states.shape[1]) == 1
@@ -65,10 +66,12 @@ class Distributions:
 
 @dataclass(frozen=True)
 class Joined:
-    """The distributions of several models, each at tokens of its own. owner: which of the parts has a token, [n]."""
+    """The distributions of several models, each at tokens of its own. owner: which of the parts has a token, [n], in the host's
+    memory. device: of the result."""
 
     parts: Sequence[Predicted]
     owner: Tensor
+    device: torch.device
 
     @property
     def width(self) -> int:
@@ -78,11 +81,12 @@ class Joined:
     def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`."""
         owner = self.owner[at]
-        found = torch.zeros(len(owner), width, device=owner.device)
+        found = torch.zeros(len(owner), width, device=self.device)
         for i, part in enumerate(self.parts):
-            mine, number = owner == i, (self.owner == i).cumsum(0) - 1  # of a token among those of its part
-            heat = temperature[mine] if isinstance(temperature, Tensor) else temperature
-            found[mine] = part.logprobs(number[at][mine], heat, width).to(found.device)
+            mine, number = (owner == i).nonzero()[:, 0], (self.owner == i).cumsum(0) - 1  # among the tokens of its part
+            place = sent(mine, self.device)
+            heat = temperature[place] if isinstance(temperature, Tensor) else temperature
+            found[place] = part.logprobs(number[at][mine], heat, width).to(self.device)
         return found
 
 

@@ -1,7 +1,7 @@
 """Teachers: where a second set of log-probabilities or of tokens comes from. conf/teacher has one choice for each class."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.extras.teachers.divergence import Distributions, Predicted, own_head
+from grpo.extras.teachers.offloaded import Kept, kept_of, visiting
 from grpo.extras.teachers.teaching import Teaching
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Kernel
@@ -117,12 +118,19 @@ class Teacher:
             copied = self.offload or (model is self.policy and learns)  # the head is another one after this block
             return one_pass(model, distributions_of, read.to(self.place), copied, *layout)
 
+    def prepare(self, read: TokenBatch, passes: Passes) -> None:
+        """Called before the first `distributions` of a rollout, with all of its rows; the mask has all tokens that are asked for.
+        A teacher that moves with the updates keeps nothing here, since it must hold for all of them."""
+
+    def forget(self) -> None:
+        """Drop what `prepare` has made. Called when the rollout has been learned from."""
+
     def moved(self) -> None:
         """Called after each update."""
 
     def check_lengths(self, read: TokenBatch) -> None:
         """Raise UserError if a row is too long for it."""
-        longest = int(read.attention_mask.sum(1).max())
+        longest = int((read.host or read).attention_mask.sum(1).max())
         if longest > (self.limit or longest):
             line = f"a row has {longest} tokens, and the teacher reads {self.limit}"
             raise UserError(f"{line}: lower max_tokens or prompt_limit.max_tokens, or take a teacher with more context")
@@ -166,10 +174,12 @@ class Model(Teacher):
     """Another model that reads the policy's tokens (teacher=model).
 
     student: the policy, whose tokens the model must have. device: cpu, cuda:1, ...; None: the policy's. offload: it is in the
-    CPU's memory between its passes. path: in place of the model's; name: of the keys.
+    CPU's memory but for one visit to the device in each rollout. path: in place of the model's; name: of the keys.
     """
 
     has_model = True
+    compares = False  # whether distributions are compared
+    kept: Kept | None = None  # what it predicts in this rollout, if offloaded
 
     def __init__(
         self,
@@ -183,6 +193,10 @@ class Model(Teacher):
         self.pretrained = replace(model, path=path or model.path, called=f"{name}.model" if path is None else name)
         self.student, self.device, self.offload = student, device, offload
 
+    def check(self, teaching: Teaching, temperature: float) -> None:
+        super().check(teaching, temperature)
+        self.compares = teaching.of_distributions
+
     def attach(self, policy: nn.Module) -> None:
         super().attach(policy)
         if self.student is not None:
@@ -195,15 +209,25 @@ class Model(Teacher):
             self.loaded.resize_token_embeddings(rows).requires_grad_(False)
 
     def own(self) -> list[Tensor]:
-        return [*self.loaded.parameters(), *self.loaded.buffers()]
+        beside = self.loaded.get_output_embeddings().parameters() if self.offload and self.compares else ()
+        return [*self.loaded.parameters(), *self.loaded.buffers(), *map(torch.empty_like, beside)]  # its own head
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        try:
-            yield self.loaded.to(self.place)
-        finally:
-            if self.offload:
-                self.loaded.to("cpu")
+        with visiting(self.loaded, self.place) if self.offload else nullcontext(self.loaded.to(self.place)) as model:
+            yield model
+
+    def prepare(self, read: TokenBatch, passes: Passes) -> None:
+        if self.offload:  # it is frozen, so that no update changes what it predicts
+            self.check_lengths(read)
+            with self.model() as model:
+                self.kept = kept_of(model, read, *self.layout(model, passes), passes.most, self.place)
+
+    def forget(self) -> None:
+        self.kept = None
+
+    def distributions(self, read: TokenBatch, passes: Passes) -> Predicted:
+        return super().distributions(read, passes) if self.kept is None else self.kept.at(read)
 
 
 @cache

@@ -20,6 +20,7 @@ from grpo.extras.teachers.kinds import Passes, Teacher
 from grpo.extras.teachers.observed import observed
 from grpo.extras.teachers.teaching import Imitation, Teaching
 from grpo.models.logprobs import Layout
+from grpo.models.packing import with_host
 from grpo.models.states import Reader, states_before
 from grpo.models.temperature import temperatures
 from grpo.objectives.algorithm import Algorithm
@@ -28,6 +29,7 @@ from grpo.objectives.loss import token_weights
 from grpo.rollout.rollouts import Rollouts
 from grpo.system import distributed
 from grpo.system.errors import UserError
+from grpo.system.memory import sent
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.meter import Means
@@ -44,6 +46,7 @@ class Lessons(UpdatePart):
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
         self.reads: TokenBatch | None = None  # what the teacher reads, row by row of the rollout
+        self.prepared = False  # whether the teacher has been asked to prepare for the rollout
         self.of_policy: Tensor | None = None  # [B, 1], see `factors`
         self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
         self.seconds = 0.0  # of the teacher, in this rollout
@@ -94,6 +97,7 @@ class Lessons(UpdatePart):
     def assign(self, tokens: TokenBatch, batch: RolloutBatch) -> TokenBatch:
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other terms."""
         of, teaching, self.seconds = self.imitation, self.teaching, 0.0
+        self.forget()
         tokens, given = self.teacher.extended(tokens, batch, self.rollouts)
         group = tokens.sample // batch.scores.rewards.shape[1]
         tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device), group=group)
@@ -116,12 +120,20 @@ class Lessons(UpdatePart):
             tokens = replace(tokens, fresh=torch.zeros_like(tokens.sample, dtype=torch.bool))
         policy, imitation, teacher = (self.factors(term, tokens, batch) for term in ("policy", "imitation", "teacher"))
         weights, self.of_policy = of.sampled * sampled + of.observed * observed + of.given * given, policy
-        return replace(
+        tokens = replace(
             tokens,
             mask=tokens.mask & (policy > 0),
             imitation=imitation * weights if of.active else None,
             teaching=teacher * teaching.coef * taught if teaching.coef else None,
         )
+        if tokens.teaching is not None and teaching.of_distributions:
+            self.reads = with_host(replace(self.reads, mask=tokens.teaching > 0, scored=None))
+        return tokens
+
+    def forget(self) -> None:
+        """Drop what the teacher keeps of a rollout."""
+        self.prepared = False
+        self.teacher.forget()
 
     def factors(self, term: str, tokens: TokenBatch, batch: RolloutBatch) -> Tensor:
         """Return the factor of each row in a term of the loss, by the column `source` of its example, [B, 1]."""
@@ -158,7 +170,7 @@ class Lessons(UpdatePart):
     @torch.no_grad()
     def logprobs(self, tokens: TokenBatch) -> Tensor:
         """Return the teacher's log-probabilities, [B, C], 0 on tokens that it does not read."""
-        return self.teacher.logprobs(replace(self.reads, mask=tokens.teaching > 0), self.passes)
+        return self.teacher.logprobs(replace(self.reads, mask=tokens.teaching > 0, host=None), self.passes)
 
     # -- one update
 
@@ -181,11 +193,17 @@ class Lessons(UpdatePart):
         """Return what compares distributions at the tokens of the teacher's term. The teacher makes its pass here."""
         if not (self.teaching.coef and self.teaching.of_distributions):
             return None
-        members = torch.zeros_like(tokens.mask) if tokens.teaching is None else tokens.teaching > 0
         if self.reads is None:
             raise UserError("replay= cannot repeat an update with whole distributions: it has no rows for the teacher")
-        read = replace(self.reads.rows(tokens.row.cpu()), mask=members)
+        host = tokens.host or tokens  # the host does not wait for the device in a microbatch
+        members = (torch.zeros_like(host.mask) if host.teaching is None else host.teaching > 0).cpu()
         with self.timed(), torch.no_grad():
+            if not self.prepared:
+                self.teacher.prepare(self.reads, self.passes)
+                self.prepared = True
+            read = self.reads.rows(host.row.cpu())
+            beside = read.host and replace(read.host, mask=members)
+            read = replace(read, mask=sent(members, read.ids.device), host=beside)
             predicted = self.teacher.distributions(read, self.passes)
         return partial(divergence_at, predicted, members, self.module.temperature, self.teaching.of_words)
 
@@ -201,8 +219,9 @@ class Lessons(UpdatePart):
             microbatch = replace(microbatch, divergence=teaching.capped(D, logprobs, old))
             means.add_tokens("teacher/divergence", D.detach(), taught)
             if self.seen is not None:  # a replayed update has no rollout
-                kept = taught.any(1)
-                self.seen[microbatch.row[kept], : D.shape[1]] = D.detach().where(taught, torch.nan)[kept]
+                place = microbatch.row, slice(D.shape[1])
+                found = D.detach().where(taught, torch.nan).where(taught.any(1, keepdim=True), self.seen[place])
+                self.seen[place] = found  # not by a mask as an index, for which the host would wait
             for name, rows in self.teacher.by_name(microbatch.row).items():
                 means.add_tokens(f"teacher/{name}/divergence", D.detach(), taught & rows[:, None])
         if microbatch.imitation is not None:
@@ -220,6 +239,7 @@ class Lessons(UpdatePart):
         """Return the seconds of the teacher; the table of samples gets the divergences."""
         if not self.teaching.coef:
             return {}
+        self.forget()
         batch.tokens = replace(batch.tokens, divergence=self.seen)
         return {"time/teacher": self.seconds}
 
@@ -264,13 +284,16 @@ def divergence_at(
     states: Tensor,
     batch: TokenBatch,
 ) -> Tensor:
-    """Return the divergence of n tokens, [n]. teacher: what it predicts there; members: which tokens they are, [B, C]; function:
-    see `divergences`; states: [m, hidden], before each token of the batch's mask, which has them and maybe others."""
-    of_members = replace(batch, mask=members, host=batch.host and replace(batch.host, mask=members.cpu()))
+    """Return the divergence of n tokens, [n]. teacher: what it predicts there; members: which tokens they are, [B, C], in the
+    host's memory; function: see `divergences`; states: [m, hidden], before each token of the batch's mask, which has them and
+    maybe others."""
+    host, device = batch.host or batch, batch.ids.device
+    of_members = replace(batch, mask=members, host=batch.host and replace(batch.host, mask=members))
     heat = temperatures(of_members, temperature, packed=True)
     # indices and not a mask: the forecast's states have no memory, so that a mask would not say how many it takes
-    student = Distributions(model, states[members[batch.mask].nonzero()[:, 0]])
-    return divergences(student, teacher, batch.ids[:, batch.prompt_width :][members], heat, function)
+    student = Distributions(model, states[sent(members[host.mask.cpu()].nonzero()[:, 0], device)])
+    targets = sent(host.ids.cpu()[:, batch.prompt_width :][members], device)
+    return divergences(student, teacher, targets, heat, function)
 
 
 def Taught(*given: Any, teacher: Teacher, **named: Any) -> GRPOModule:

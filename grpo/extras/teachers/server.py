@@ -22,6 +22,7 @@ from grpo.extras.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import UserError
+from grpo.system.memory import sent
 from grpo.system.ranges import Count, Seconds, enforced
 from grpo.system.threads import outcome_of
 
@@ -44,6 +45,7 @@ class Likeliest:
 
     def logprobs(self, at: slice | Tensor, temperature: float | Tensor, width: int) -> Tensor:
         """As `Predicted`; the server has divided by the temperature."""
+        at = sent(at, self.ids.device) if isinstance(at, Tensor) else at
         ids, values = self.ids[at], self.values[at]
         left = (1 - values.double().exp().sum(1, keepdim=True)).clamp(min=1e-7)
         others = (self.width - (ids < self.width).sum(1, keepdim=True)).clamp(min=1)

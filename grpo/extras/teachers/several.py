@@ -14,6 +14,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.rollout.rollouts import Rollouts
 from grpo.system.distributed import is_sharded
 from grpo.system.errors import UserError
+from grpo.system.memory import sent
 from grpo.training.batch import RolloutBatch
 
 
@@ -69,14 +70,16 @@ class Several(Teacher):
         return value if value in self.teachers else self.default
 
     def by_name(self, row: Tensor) -> dict[str, Tensor]:
-        return {name: (self.owner[row.cpu()] == i).to(row.device) for i, name in enumerate(self.teachers)}
+        owner = sent(self.owner, row.device)[row]
+        return {name: owner == i for i, name in enumerate(self.teachers)}
 
     def split(self, read: TokenBatch) -> list[tuple[Teacher, Tensor, TokenBatch]]:
         """Return each teacher that has rows, their indices, in the host's memory, and the rows."""
         if is_sharded(self.policy) and not all(t.own() or isinstance(t, Served) for t in self.teachers.values()):
             line = "teacher=reference with adapter=lora needs a pass of all devices at once"
             raise UserError(f"strategy=fsdp2: {line}, so it cannot be one of several: take strategy=ddp")
-        owned = [rows.cpu().nonzero()[:, 0] for rows in self.by_name(read.row).values()]
+        owner = self.owner[(read.host or read).row.cpu()]
+        owned = [(owner == i).nonzero()[:, 0] for i in range(len(self.teachers))]
         return [(t, rows, read.rows(rows)) for t, rows in zip(self.teachers.values(), owned, strict=True) if len(rows)]
 
     def logprobs(self, read: TokenBatch, passes: Passes) -> Tensor:
@@ -85,9 +88,19 @@ class Several(Teacher):
             logprobs[rows.to(logprobs.device), : part.completion_width] = teacher.logprobs(part, passes)
         return logprobs
 
+    def prepare(self, read: TokenBatch, passes: Passes) -> None:
+        for teacher, _, part in self.split(read):
+            teacher.prepare(part, passes)
+
+    def forget(self) -> None:
+        for teacher in self.teachers.values():
+            teacher.forget()
+
     def distributions(self, read: TokenBatch, passes: Passes) -> Joined:
         split, owner = self.split(read), torch.zeros(len(read), dtype=torch.int64)
+        mask = (read.host or read).mask.cpu()
         for i, (_, rows, _) in enumerate(split):
             owner[rows] = i
-        owner = owner.to(read.mask.device)[:, None].expand(read.mask.shape)[read.mask]
-        return Joined([teacher.distributions(part, passes) for teacher, _, part in split], owner)
+        owner = owner[:, None].expand(mask.shape)[mask]
+        parts = [teacher.distributions(part, passes) for teacher, _, part in split]
+        return Joined(parts, owner, read.ids.device)
