@@ -12,7 +12,7 @@ from helpers.pretended import LAZY, OnDevice, Pretended, on_device
 from helpers.taught import Given, learned, same, taught
 
 from grpo.extras.preflight.imagined import bytes_of
-from grpo.extras.teachers.offloaded import visiting
+from grpo.extras.teachers.offloaded import kept_of, visiting
 from grpo.extras.teachers.several import Several
 from grpo.models.head import factor_of
 from grpo.rollout.collate import collate
@@ -151,11 +151,14 @@ def test_one_trip_there_and_none_back_whatever_the_microbatches(device):
         assert states <= back - back_stay < 1.2 * states < weights / 40  # and ids and masks of the rows
 
 
-@pytest.mark.slow
 def test_states_that_have_not_arrived_are_not_read(device, monkeypatch):
+    model = on_device(model_of("llama_tied"))
+    read = replace(collate(GROUPS), row=torch.arange(4)).to(LAZY)
+    predicted = kept_of(model, read, "packed", None, 20, LAZY).at(read)
+    assert predicted.states.shape == (10, 128) and isinstance(predicted.states, OnDevice)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     with pytest.raises(RuntimeError, match="what a queued copy has not brought to the host yet"):
-        carried(device, True, 20)
+        kept_of(model, read, "packed", None, 20, LAZY).at(read)
 
 
 def test_a_row_that_is_too_long_for_it(toy):
