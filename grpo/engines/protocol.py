@@ -55,6 +55,7 @@ class Engine(Protocol):
     concurrent: True if several threads may call `sample` at once, and each completion has its `versions`.
     unwanted: the server sets it to a set before each call, and adds prompts whose completions nobody needs: they may end early.
     fit(room): called before the first load with what the run leaves of a GPU; the engine chooses how much it takes.
+    play_on(stream): called before rollouts beside the update, on a GPU: all its work is on this stream of CUDA from then on.
     sleep(): called before an update; frees the memory that it can spare until the next load or sample.
     sample may take temperatures=, one for each prompt, in place of the sampling's; else prompts of each have a call of their own.
     score(sequences, top): for each token {id: log-probability}, its own and the `top` largest; {} for the first; temperature 1.

@@ -50,9 +50,8 @@ def with_masters(
         p.grad = None
 
     @torch.no_grad()
-    def lower(*_) -> None:
-        for p, master in masters.items():
-            p.copy_(master)
+    def lower(*_) -> None:  # in few kernels
+        torch._foreach_copy_([*masters], [*masters.values()])
 
     def gather(*_) -> None:  # Lightning moves a loaded state to the trainer's device
         for master in masters.values():

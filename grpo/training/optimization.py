@@ -18,6 +18,7 @@ from grpo.models.logprobs import Layout
 from grpo.system import distributed
 from grpo.system.distributed import full
 from grpo.system.errors import UserError, plural
+from grpo.system.memory import in_pieces
 from grpo.system.output.users_code import is_own, of_user
 from grpo.system.ranges import Count, NonNegative, Positive, Share, enforced, require
 from grpo.training.meter import Means
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LONG = 1 << 20  # updates of a run in which every warm-up ends
 MOST = 10_000  # steps of a schedule that are tried, in a tenth of a second
+MESSAGE = 25 << 20  # as in DistributedDataParallel; a larger gradient goes alone
 
 
 @enforced("optim")
@@ -184,11 +186,14 @@ def learned_by(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+@torch.no_grad()
 def average_over_ranks(learned: Iterable[Tensor], device: torch.device) -> None:
-    """Replace each gradient by its mean over all ranks. device: where messages between ranks are."""
-    for p in learned if distributed.world_size() > 1 else ():
-        if p.grad is not None:
-            p.grad = (distributed.all_sum(p.grad.to(device)) / distributed.world_size()).to(p.device)
+    """Replace each gradient by its mean over all ranks. device: where messages between ranks are, of at most MESSAGE bytes."""
+    gradients = [p.grad for p in learned if p.grad is not None] if distributed.world_size() > 1 else []
+    for some in in_pieces(gradients, lambda grad: grad.nbytes, MESSAGE):
+        total = distributed.all_sum(torch.cat([grad.to(device).flatten() for grad in some]))
+        means = total.div_(distributed.world_size()).split([grad.numel() for grad in some])
+        torch._foreach_copy_(some, [mean.view_as(grad) for mean, grad in zip(means, some, strict=True)])
 
 
 def clipped(optimizer: Optimizer, most: float | None, means: Means, scale: "Unscaled") -> bool:

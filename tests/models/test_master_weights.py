@@ -3,6 +3,7 @@
 import gc
 import io
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.runs import learned, rows, state
 from peft import LoraConfig
 from torch import Tensor, nn, tensor
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.models.master_weights import with_masters
 from grpo.models.policy import Reference, with_adapter
@@ -44,6 +46,31 @@ def test_ten_steps_of_a_thousandth():
     assert plain.item() == 1.0
     assert p.item() == 253 / 256 and p.dtype == BF16
     assert masters(optimizer)[0].item() == pytest.approx(0.99, abs=1e-6)
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operations by name."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self) -> "Seen":
+        self.count: Counter[str] = Counter()
+        return super().__enter__()
+
+
+def test_all_parameters_take_their_masters_in_one_operation():
+    """Three steps of 1/512 from 1: bfloat16 rounds 1 - 1/512 to even, which is 1, and 1 - 3/512 to 254/256."""
+    matrices = {f"p{i}": nn.Parameter(torch.ones(i, 2, dtype=BF16)) for i in (1, 2, 3)}
+    optimizer = with_masters(matrices, partial(SGD, lr=1 / 512))
+    for expected in (1.0, 255 / 256, 254 / 256):
+        sum(p.sum() for p in matrices.values()).backward()
+        with Seen() as seen:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert all((p == expected).all() for p in matrices.values())
+        assert seen.count["aten::_foreach_copy_"] == 1 and seen.count["aten::copy_"] == 0
 
 
 def test_masters_learn_what_a_float32_model_learns_bit_for_bit():

@@ -102,7 +102,7 @@ class VLLMEngine:
         self._bound = bounded(args, most_tokens)
         self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | args, **ARGS)
         self._llm: Any = None
-        self._turns: Any = None
+        self._turns = Turns(None)
         self.context: int | None = None
         self._path = path
         # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
@@ -139,10 +139,14 @@ class VLLMEngine:
         gc.collect()
         with isolate_rng(), short_errors(building=True):  # the constructor reseeds every global generator
             self._llm = self._new(**launched)
-        self._turns = Turns(self._llm)
+        self._turns.llm = self._llm
         config = self._llm.llm_engine.model_config
         self.context, self.dtype = config.max_model_len, config.dtype
         self._eos = eos_token_ids(self._path, getattr(config.hf_text_config, "eos_token_id", None))
+
+    def play_on(self, stream: torch.cuda.Stream) -> None:
+        """Compute on this stream of CUDA, whichever thread asks."""
+        self._turns.stream = stream
 
     @property
     def in_flight(self) -> bool:
@@ -178,9 +182,9 @@ class VLLMEngine:
         for bucket in buckets(tensors):
             self._llm.update_weights({"update_info": {"tensors": bucket}})
         self._llm.finish_weight_update()
-        # with rollout.ahead=1 another thread samples, whose stream does not wait for the copies in this one's
+        # the caller may change or free what was copied, and its own stream does not wait for this one
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def sample(
         self,

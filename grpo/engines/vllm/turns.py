@@ -4,7 +4,7 @@ them."""
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,11 @@ class Call:
 class Turns:
     """Threads use `llm`, a `vllm.LLM` in this process, one at a time, in the order in which they asked. A
     turn is new requests, one step, or new weights, so that none of these waits for more than one turn of
-    every other thread."""
+    every other thread. stream: of CUDA, for the turns of all threads; None: that of the thread."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.stream: torch.cuda.Stream | None = None
         self._queue: deque[object] = deque()  # the first one has its turn
         self._changed = threading.Condition()
         self._owners: dict[str, tuple[Call, int]] = {}  # by vLLM's external name of a request
@@ -55,7 +56,8 @@ class Turns:
                 while needed() and self._queue[0] is not mine:
                     self._changed.wait(LOOK)
                 came = needed()
-            yield came
+            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                yield came
         finally:
             with self._changed:
                 if mine in self._queue:
@@ -64,11 +66,14 @@ class Turns:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """A turn in which vLLM computes nothing, for new weights. An error in it ends all calls, which it may
-        have spoiled."""
+        """A turn in which vLLM computes nothing, for new weights, which the stream of the thread that asks may
+        still compute. An error in it ends all calls, which it may have spoiled."""
+        asking = torch.cuda.current_stream() if self.stream else None
         with self.turn():
             try:
                 self._drain()
+                if asking:
+                    self.stream.wait_stream(asking)
                 yield
             except BaseException as error:
                 self._fail(error)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grpo.extras.ahead.clock import Clocked, IdleClock
 from grpo.extras.ahead.copies import copy_of, holding, on_host, trained_of
 from grpo.extras.ahead.order import staleness_of
+from grpo.extras.ahead.streams import Playing
 from grpo.rollout.engine_queue import where
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.system.distributed import in_play, is_sharded
@@ -52,7 +53,7 @@ class Chain:
     def __init__(self, rollouts: Rollouts, halt: Stop) -> None:
         self.plan, self.clock, self.objects, self.halt = rollouts.plan, IdleClock(), rollouts.objects, halt
         self.rollouts = rollouts
-        self.engine = rollouts.engine
+        self.engine, self.playing = rollouts.engine, Playing(rollouts.engine)
         self.exact = self.plan.order == "exact"
         self.handover: Handover = "between rollouts" if self.plan.ahead == 1 else "copies"
         if not self.exact and getattr(self.engine, "in_flight", False):
@@ -81,6 +82,7 @@ class Chain:
             raise UserError(
                 f"{line}, and a sharded policy cannot be copied: set rollout.ahead=1, or order=ready with engine=vllm_server"
             )
+        self.playing.begin()
 
     def make(self, r: int, sync: Callable[[], None]) -> Rollout:
         """Return rollout r, and let those up to r + ahead be played. sync: gives the engine the policy's weights."""
@@ -112,7 +114,7 @@ class Chain:
             with self.changed:
                 if not self.exact:
                     self.copies.clear()
-                self.copies[version] = copy_of(policy)
+                self.copies[version] = self.playing.noted(copy_of(policy))
                 self.changed.notify_all()
 
     @property
@@ -176,7 +178,7 @@ class Chain:
             return sync()
         if self.handover == "copies":
             self.copies = {version: copy_of(self.policy, self.weights[version]) for version in older}
-            self.copies[r], self.weights = copy_of(self.policy), {}
+            self.copies[r], self.weights = self.playing.noted(copy_of(self.policy)), {}
         elif self.next == r and r - 1 in older:
             with holding(self.policy, self.weights[r - 1]):
                 return self.engine.load_weights(self.policy, r - 1)
@@ -210,7 +212,7 @@ class Chain:
                 raise failure
             if self.next < self.issued and self.worker is None:
                 self.progress = time.monotonic()
-                self.worker = Background(self._play)
+                self.worker = Background(partial(self.playing.run, self._play))
 
     def _play(self) -> None:
         eager = not self.exact and getattr(self.engine, "concurrent", False)
@@ -247,6 +249,7 @@ class Chain:
                 copy = self.copies.get(wanted)
             if copy is not None and self.engine.version != wanted:
                 with in_play():
+                    self.playing.follow()
                     self.engine.load_weights(copy, wanted)
         with self.changed:
             kept = wanted if self.exact else wanted + 1

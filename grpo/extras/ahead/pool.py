@@ -17,6 +17,7 @@ from grpo.env.types import Example
 from grpo.extras.ahead.chain import LOOK, same_samples, waited
 from grpo.extras.ahead.clock import Clocked, IdleClock
 from grpo.extras.ahead.order import Key, Waiting, for_update, staleness_of
+from grpo.extras.ahead.streams import Playing
 from grpo.rollout.collate import scores
 from grpo.rollout.rollouts import Rollout, Rollouts
 from grpo.rollout.samples_table import saving_failures
@@ -55,7 +56,7 @@ class Pool:
 
     def __init__(self, rollouts: Rollouts, stop: Stop) -> None:
         self.rollouts, self.plan, self.engine, self.stopped = rollouts, rollouts.plan, rollouts.engine, stop
-        self.clock = IdleClock()
+        self.clock, self.playing = IdleClock(), Playing(rollouts.engine)
         self.issued = 0  # rollouts below it were issued
         self.flights: dict[Key, Flight] = {}  # issued and not handed over
         self.taken: dict[Key, tuple[Flight, tuple[Group, float]]] = {}  # handed over, and not learned from
@@ -66,7 +67,8 @@ class Pool:
         self.changed = threading.Condition()
 
     def begin(self, policy: nn.Module) -> None:
-        """Do nothing: the engine takes the weights in flight."""
+        """Give the engine its stream; it takes the weights in flight."""
+        self.playing.begin()
 
     def make(self, r: int, sync: Callable[[], None]) -> Rollout:
         """Return the groups for update r, and issue those of the rollouts up to r + ahead."""
@@ -174,7 +176,7 @@ class Pool:
             by_rollout[flight.key[0]].append(flight)
         for group in by_rollout.values():
             if mine := [group[i] for i in distributed.share(len(group))]:
-                self.workers.append(Background(partial(self._play, mine)))
+                self.workers.append(Background(partial(self.playing.run, partial(self._play, mine))))
 
     def _play(self, flights: list[Flight]) -> None:
         """Play the groups of one rollout."""
