@@ -115,6 +115,44 @@ def test_a_row_depends_on_its_seed_and_position_alone():
     assert drawn([3, 0], again) == [together[1][3], together[0][0]]
 
 
+def draw_of(generator) -> tuple[int, int, int]:
+    """The draw of one row, by itself: the halves of its seed, and its position."""
+    if generator.device.type == "cpu":
+        low, high = torch.randint(1 << 32, (2,), generator=generator).tolist()
+        return low, high, 0
+    seed, position = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(position + 4)
+    return seed % (1 << 32), seed >> 32, position % (1 << 32)
+
+
+@pytest.mark.parametrize("kind", [OnGpu, lambda seed: torch.Generator().manual_seed(seed)], ids=["gpu", "cpu"])
+def test_all_rows_at_once_draw_what_each_draws_by_itself(kind):
+    """Rows end, come and change places, and one goes back by a draw. The last seed has upper bits, and a position passes 2^32."""
+    seeds = [0, 7, 7, (1 << 32) - 1, (1 << 63) + 5]
+    ours, theirs = ([kind(seed) for seed in seeds] for _ in range(2))
+    for rows in ([0, 1, 2], [0, 1, 2], [2, 1, 0], [2, 1], [2, 4, 1], [2, 4, 1], [3], [3, 0], [2, 4, 1]):
+        keys = draws.keys_of([ours[row] for row in rows])
+        assert keys.dtype == torch.int64 and keys.tolist() == [[*draw_of(theirs[row])] for row in rows]
+        if kind is OnGpu:
+            for row in (ours[4], theirs[4]):
+                row.set_offset(row.get_offset() - 4 if rows == [2, 4, 1] else row.get_offset() + (1 << 32))
+
+
+class Counted(OnGpu):
+    asked = 0
+
+    def initial_seed(self) -> int:
+        Counted.asked += 1
+        return self.seed
+
+
+def test_the_seeds_of_rows_that_stay_are_read_once():
+    rows = [Counted(seed) for seed in range(5)]
+    for count, asked in ((5, 5), (5, 5), (5, 5), (3, 8), (3, 8)):
+        draws.keys_of(rows[:count])
+        assert Counted.asked == asked
+
+
 def test_rows_without_a_seed_draw_beside_seeded_ones():
     probs = torch.full((3, 1000), 1e-3)
     first = draws.random_sample(probs.clone(), {1: OnGpu(5)})
@@ -127,7 +165,8 @@ def test_an_engine_that_draws_so_keeps_seeds_and_logprobs(tmp_path, monkeypatch)
     vocabulary, and a seed decides whatever else is in the batch."""
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_native)
     calls = []
-    monkeypatch.setattr(draws, "draw_of", lambda generator, own=draws.draw_of: calls.append(1) or own(generator))
+    own = draws.keys_of
+    monkeypatch.setattr(draws, "keys_of", lambda rows, pinned: calls.extend(rows) or own(rows, pinned))
     torch.set_num_threads(1)
     path = model_folder("llama", tmp_path)
     engine = VLLMEngine(path, args={"kv_cache_memory_bytes": 1 << 26})

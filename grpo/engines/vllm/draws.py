@@ -7,6 +7,7 @@ else is in the batch.
 """
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from grpo.models.compiled import Compiled
 LOW = (1 << 32) - 1
 STEP = 4  # vLLM sets a generator back by so much for a token that it discards, as of a prompt read in pieces
 
+latest = SimpleNamespace(known=([], None))  # the rows of the step before, and their seeds: most stay for many steps
 theirs = topk_topp_sampler.random_sample
 
 
@@ -36,10 +38,7 @@ def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_
     if not generators or use_fp64_gumbel:
         return theirs(probs, generators, use_fp64_gumbel)
     rows = sorted(generators)
-    on_gpu = probs.is_cuda
-    keys = torch.tensor([draw_of(generators[row]) for row in rows], pin_memory=on_gpu).to(
-        probs.device, non_blocking=True
-    )
+    keys = keys_of([generators[row] for row in rows], probs.is_cuda).to(probs.device, non_blocking=True)
     noise = compiled(keys, probs.shape[1])
     if len(rows) < len(probs):
         every = torch.empty_like(probs).exponential_()
@@ -48,18 +47,28 @@ def random_sample(probs: Tensor, generators: Mapping[int, torch.Generator], use_
     return probs.div_(noise).argmax(dim=-1)
 
 
-def draw_of(generator: torch.Generator) -> tuple[int, int, int]:
-    """Return what decides a generator's next draw, three numbers of 32 bits, and move it on by one draw.
+def keys_of(generators: list[torch.Generator], pinned: bool = False) -> Tensor:
+    """Return what decides the next draw of each generator, three numbers of 32 bits, [B, 3], and move it on by
+    one draw. pinned: in memory that a GPU reads.
 
     On a GPU these are the halves of its seed and its position, which the host knows. On a CPU they are two
     draws and 0.
     """
-    if generator.device.type == "cpu":
-        low, high = torch.randint(LOW + 1, (2,), generator=generator).tolist()
-        return low, high, 0
-    seed, position = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(position + STEP)
-    return seed & LOW, seed >> 32, position & LOW
+    keys = torch.zeros(len(generators), 3, dtype=torch.int64, pin_memory=pinned)
+    if generators[0].device.type == "cpu":
+        for key, generator in zip(keys, generators, strict=True):
+            torch.randint(LOW + 1, (2,), generator=generator, out=key[:2])
+        return keys
+    rows, halves = latest.known
+    if generators != rows:
+        seeds = [generator.initial_seed() for generator in generators]
+        halves = torch.tensor([(seed & LOW, seed >> 32) for seed in seeds])
+        latest.known = generators, halves
+    positions = [generator.get_offset() for generator in generators]
+    for generator, position in zip(generators, positions, strict=True):
+        generator.set_offset(position + STEP)
+    keys[:, :2], keys[:, 2] = halves, torch.tensor(positions) & LOW
+    return keys
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
