@@ -71,7 +71,7 @@ def merged(one: dict, other: dict) -> dict:
 
 
 class Gpu:
-    """What is queued on the streams of a machine that has none. ended: the work for which the host has waited."""
+    """The queues of a machine without a GPU. ended: the work for which the host has waited."""
 
     def __init__(self) -> None:
         self.default, self.mine, self.lock = Stream(), threading.local(), threading.Lock()
