@@ -58,6 +58,15 @@ def test_what_nobody_gave_is_as_in_the_run(run):
     assert config.ckpt_path == f"{run}/checkpoints/last.ckpt" and changes(config, run) == []
 
 
+def test_what_belongs_to_a_command_is_that_of_the_new_one(run):
+    """The defaults too, since they are not settings of the run."""
+    saved = OmegaConf.load(run / "config.yaml")
+    saved.max_time, saved.resume.changes = "01:00:00", "allow"
+    OmegaConf.save(saved, run / "config.yaml")
+    config = resumed(run)
+    assert config.max_time is None and config.resume.changes != "allow"
+
+
 def test_names_of_an_earlier_version_are_those_of_now(run):
     file = run / "config.yaml"
     earlier = "source:\n  _target_: grpo.apps.sources.atropos.Atropos\ntokenizer:\n  _target_: grpo.apps.api.given\n"

@@ -270,6 +270,40 @@ def test_a_rollout_of_another_plan_is_played_again():
         assert (made.finished == {2: rollout}) == taken
 
 
+def chain_of(ahead: int) -> Chain:
+    engine = SimpleNamespace(version=0, load_weights=lambda model, version: setattr(engine, "version", version))
+    return Chain(
+        SimpleNamespace(plan=Plan(2, 2, 6, Sampling(4), ahead=ahead), engine=engine, objects={}, recipe="a"), Stop()
+    )
+
+
+def test_a_copy_of_a_version_stays_as_it_is_when_the_policy_learns():
+    chain, policy = chain_of(2), torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(policy.weight, 1.0)
+    chain.learned(1, policy, print)
+    torch.nn.init.constant_(policy.weight, 5.0)
+    assert chain.copies[1].weight.item() == 1
+
+
+def test_a_checkpoint_has_the_weights_of_the_rollout_in_play():
+    """With ahead=2 rollout 3 has version 1, and rollout 4 version 2."""
+    chain = chain_of(2)
+    chain.copies, chain.version = {version: torch.nn.Linear(1, 1) for version in (0, 1, 2)}, 3
+    chain._take(3)
+    assert chain.engine.version == 1 and [*chain.copies] == [1, 2]
+    assert [version for version, _ in chain._older(0)] == [1, 2]
+
+
+def test_a_checkpoint_has_what_was_handed_over_and_the_states_before_the_rollout_in_play():
+    chain = chain_of(1)
+    taken, next_one = (Rollout([], None, [], None, rounds=1, version=v, seconds=0.0) for v in (2, 3))
+    chain.taken, chain.finished, chain.version, chain.stopped = taken, {3: next_one}, 2, True
+    chain.before = {"sampler": {"drawn": 7}}
+    saved = chain.state_dict()
+    assert [rollout.version for rollout in saved["ahead"]["finished"]] == [2, 3]
+    assert saved["objects"] == {"sampler": {"drawn": 7}}
+
+
 def test_a_thread_that_is_not_needed_is_ended_or_left(monkeypatch):
     def forever():
         while True:

@@ -5,6 +5,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.extras.quantized.quantized import quantize
 from grpo.extras.shared_weights.lora import runner
-from grpo.extras.shared_weights.shared import VLLMSharedEngine, bind
+from grpo.extras.shared_weights.shared import VLLMSharedEngine, bind, view_of
 from grpo.extras.vllm_server.sync import adapter_tensors
 from grpo.models.language import learning
 from grpo.models.policy import Reference
@@ -186,11 +187,17 @@ def test_a_policy_that_moved_away_is_told_by_name(llama, how):
         model.load_state_dict({name: tensor.clone() for name, tensor in held.items()}, assign=True)
     else:
         moved = deepcopy(model)
-    for version in ("bound", "new"):  # also if there is nothing to load
+    for version in (101, 102):  # also if there is nothing to load
         refused(f"^the policy's {name} no longer shares vLLM's memory", engine.load_weights, moved, version)
     for name, tensor in held.items():
         model.get_parameter(name).data = tensor
     engine.load_weights(model, 102)
+
+
+def test_the_cache_of_an_engine_that_sleeps_is_held_in_rollouts_only():
+    engine, room = object.__new__(VLLMSharedEngine), SimpleNamespace(weights=30)
+    for engine.sleeps, held in ((True, {"": 30, "rollout": 70}), (False, {"": 100})):
+        assert engine._held(100, room) == held
 
 
 def test_the_memory_that_is_packed_elsewhere_stays_packed(llama, alive):
@@ -242,9 +249,22 @@ def test_weights_that_only_one_of_the_two_has_are_refused(unbound, tmp_path):
     fewer = policy(model_folder("llama_tied", tmp_path / "llama"))
     refused(r"vLLM's model.layers.0.self_attn.qkv_proj.bias is not fully covered", engine.load_weights, fewer, 0)
     assert engine.shared_bytes == 0
+    assert not memory(extra, fewer).keys() & memory(runner(engine._llm).get_model()).keys()
     model = policy(folder)
     engine.load_weights(model, 0)  # the refused ones left no trace
     assert gap_now(engine, model) < 1e-5
+
+
+def test_weights_that_vllm_stores_with_other_values_are_refused():
+    class Loads(nn.Linear):
+        def load_weights(self, weights) -> None:
+            self.weight.copy_(weights[0][1]).mul_(self.scale)
+
+    engine = Loads(2, 2)
+    engine.scale = 1
+    assert view_of(engine, "weight", torch.ones(2, 2)).data_ptr() == engine.weight.data_ptr()
+    engine.scale = 2
+    refused("vLLM stores weight in another form", view_of, engine, "weight", torch.ones(2, 2))
 
 
 def test_weights_that_vllm_keeps_in_another_form_are_refused(shared, monkeypatch):
