@@ -14,10 +14,12 @@ from grpo.system.ranges import Count
 log = logging.getLogger(__name__)
 
 
-def auto_engine(path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bound | None = None) -> Engine:
+def auto_engine(
+    path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bound | None = None, args: dict | None = None
+) -> Engine:
     """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
 
-    path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`. The built-in engine needs
+    path: the model that vLLM loads; devices, nodes, most_tokens, args: see `VLLMEngine`. The built-in engine needs
     none of them, since it samples from the model being trained.
     """
     has = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
@@ -31,4 +33,4 @@ def auto_engine(path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bo
     from grpo.engines.vllm.engine import VLLMEngine
 
     log.info("engine: vLLM (engine=vllm)")
-    return VLLMEngine(path, devices=devices, nodes=nodes, most_tokens=most_tokens)
+    return VLLMEngine(path, devices=devices, nodes=nodes, most_tokens=most_tokens, args=args)

@@ -4,7 +4,7 @@ at a time.
 Shapes: n tokens, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -43,8 +43,10 @@ def token_values(
     size = max(1, logits_at_once(device) // model.config.get_text_config().vocab_size)
     factor = factor_of(model, hidden.shape[1])
     if factor and is_one_matrix(head):
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-        return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size, dtype)
+        own = getattr(head, "float32_product", F.linear)
+        casts = own is F.linear and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if casts else head.weight.dtype
+        return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size, dtype, own)
 
     def values(hidden: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden) if factor == 1 else after_the_decoder(model, hidden)
@@ -144,17 +146,24 @@ def of_logits(
     return tuple(values.view(targets.shape) for values in scores)
 
 
+def has_float32_head(model: nn.Module) -> bool:
+    """Return whether a model computes its head in float32 by `model.head_dtype`."""
+    return any(hasattr(type(module), "float32_product") for module in model.modules())
+
+
 def is_one_matrix(head: nn.Module) -> bool:
-    """Return whether the head is one matrix on this device, and nothing else."""
+    """Return whether the head is one matrix on this device, and nothing else; its product may be in float32."""
     hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    return type(head) is nn.Linear and head.bias is None and not hooks and not hasattr(head.weight, "full_tensor")
+    plain = type(head) is nn.Linear or hasattr(type(head), "float32_product")
+    return plain and head.bias is None and not hooks and not hasattr(head.weight, "full_tensor")
 
 
 class OfTokens(Function):
     """`of_logits` of a plain head, with gradients written by hand.
 
     Autograd would make a gradient of the whole matrix for each chunk. Here the matrix has one, to which each
-    chunk adds, and at most one chunk of logits is kept. dtype: of the products, which autocast may choose.
+    chunk adds, and at most one chunk of logits is kept. dtype: of the products, which autocast may choose, and which
+    the gradients have. product: of states and matrix, which may return logits in float32.
     """
 
     @staticmethod
@@ -167,6 +176,7 @@ class OfTokens(Function):
         entropy_gradient: bool,
         size: int,
         dtype: torch.dtype,
+        product: Callable[[Tensor, Tensor], Tensor],
     ):
         states, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         saved = hidden.new_empty(3, len(targets), dtype=torch.float32)
@@ -175,14 +185,14 @@ class OfTokens(Function):
         kept = []
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):
-                logits = F.linear(states[at], matrix)
+                logits = product(states[at], matrix)
                 scores = scores_of_logits(logits, targets[at], temperature_at(temperature, at))
                 for values, of_chunk in zip(saved, scores, strict=True):
                     values[at] = of_chunk
                 kept += [logits] * keeps
         logprobs, entropy, log_sums = saved.unbind()
         ctx.save_for_backward(hidden, weight, targets, logprobs, entropy, log_sums, *kept)
-        ctx.settings = temperature, entropy_gradient, size, dtype
+        ctx.settings = temperature, entropy_gradient, size, dtype, product
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -192,25 +202,25 @@ class OfTokens(Function):
     def backward(ctx, of_logprobs: Tensor, of_entropy: Tensor):
         hidden, weight, targets, *saved = ctx.saved_tensors
         saved, kept = saved[:3], saved[3:]
-        temperature, entropy_gradient, size, dtype = ctx.settings
+        temperature, entropy_gradient, size, dtype, product = ctx.settings
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         states, matrix = hidden.to(dtype), weight.to(dtype)
         of_hidden = torch.empty_like(states) if wants_hidden else None
         of_weight = torch.zeros_like(weight) if wants_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):
-                logits = kept[0] if kept else F.linear(states[at], matrix)
+                logits = kept[0] if kept else product(states[at], matrix)
                 scores = [values[at] for values in saved]
                 gradients = of_logprobs[at], of_entropy[at] if entropy_gradient else None
                 here = targets[at], temperature_at(temperature, at)
-                of_chunk = gradient_of_logits(logits, *here, scores, *gradients)  # [chunk, V]
+                of_chunk = gradient_of_logits(logits, *here, scores, *gradients).to(dtype)  # [chunk, V]
                 if wants_hidden:
                     torch.mm(of_chunk, matrix, out=of_hidden[at])
                 if wants_weight and dtype == weight.dtype:
                     of_weight.addmm_(of_chunk.T, states[at])
                 elif wants_weight:
                     of_weight += of_chunk.T @ states[at]
-        return of_hidden if of_hidden is None else of_hidden.to(hidden.dtype), of_weight, *[None] * 5
+        return of_hidden if of_hidden is None else of_hidden.to(hidden.dtype), of_weight, *[None] * 6
 
 
 def chunks_of(count: int, size: int) -> list[slice]:

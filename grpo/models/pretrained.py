@@ -33,7 +33,8 @@ class Pretrained:
 
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in
     float16 the loss has a scale. quantization: of the base of an adapter; quantizer: what stores it so, in
-    place, called with the model and the quantization. chat_template: None for the tokenizer's, a file with
+    place, called with the model and the quantization. head_dtype: of the product with the vocabulary matrix, None
+    for `dtype`; head: what lets a model compute so, in place. chat_template: None for the tokenizer's, a file with
     another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a
     GPU, see grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys,
     in errors.
@@ -44,6 +45,8 @@ class Pretrained:
     dtype: Dtype = "float32"
     quantization: Bits | None = None
     quantizer: Callable[..., Any] | None = None
+    head_dtype: Literal["float32"] | None = None
+    head: Callable[[nn.Module], nn.Module] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -67,13 +70,15 @@ class Pretrained:
             raise UserError(f"{self.named} {what}: {reason}") from error
 
     def _ready(self, model: nn.Module) -> nn.Module:
-        """Return the model with its weights as they are stored: quantized and frozen, or ready to learn."""
-        if not self.quantization:
-            return learning(model)
-        if self.quantizer is None:
-            line = f"{self.called}.quantization={self.quantization} needs {self.called}.quantizer"
-            raise UserError(f"{line}, a function as grpo.extras.quantized.quantized.quantize; or set it to null")
-        return self.quantizer(model, self.quantization)
+        """Return the model with its head as it computes, and its weights as they are stored: quantized and frozen,
+        or ready to learn."""
+        for key, slot in (("quantization", "quantizer"), ("head_dtype", "head")):
+            if getattr(self, key) and getattr(self, slot) is None:
+                line = f"{self.called}.{key}={getattr(self, key)} needs {self.called}.{slot}"
+                raise UserError(f"{line}, the function that conf/model/base.yaml names; or set it to null")
+        if self.head_dtype:
+            model = self.head(model)
+        return self.quantizer(model, self.quantization) if self.quantization else learning(model)
 
     def base(self) -> "Pretrained | None":
         """Return the model that an adapter's folder adapts; None if the folder holds a whole model."""
@@ -140,17 +145,9 @@ class Pretrained:
         """Return the same modules as `model`, with random weights. Reads no file of weights."""
         config = self.config()
         dtype = config.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        model = (
-            loader_of(config)
-            .from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=self.attn_implementation,
-                trust_remote_code=self.trust_remote_code,
-            )
-            .eval()
-        )
-        return self._ready(model)
+        settings = {"dtype": dtype, "attn_implementation": self.attn_implementation}
+        model = loader_of(config).from_config(config, **settings, trust_remote_code=self.trust_remote_code)
+        return self._ready(model.eval())
 
     def model(self, mapped: bool = False) -> nn.Module:
         """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and
@@ -203,7 +200,7 @@ class InMemory(Pretrained):
     def model(self, mapped: bool = False) -> nn.Module:
         if self.quantization or hasattr(self.given, "quantization_method"):
             raise UserError("model: an object has plain weights: give its name, and model.quantization")
-        return finite("the given model", learning(self.given), "load it again").eval()
+        return finite("the given model", self._ready(self.given), "load it again").eval()
 
 
 def context_of(config: PretrainedConfig) -> int | None:
@@ -215,9 +212,8 @@ def context_of(config: PretrainedConfig) -> int | None:
     """
     config = config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
-    ropes = [
-        rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and rope.get("rope_type") == "longrope"
-    ]
+    every = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
+    ropes = [rope for rope in every if rope.get("rope_type") == "longrope"]
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += [rope.get("original_max_position_embeddings") for rope in ropes]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -84,10 +84,9 @@ def scores_of_logits(logits: Tensor, targets: Tensor, temperature: float | Tenso
     """Return what `scores_of_rows` does. logits: [n, V], without a gradient."""
     scores = logits.new_empty(3, len(logits), dtype=torch.float32)
     for at in few_rows(logits):
-        for values, of_rows in zip(
-            scores, forward(logits[at], targets[at], temperature_at(temperature, at)), strict=True
-        ):
-            values[at] = of_rows
+        of_rows = forward(logits[at], targets[at], temperature_at(temperature, at))
+        for values, of_each in zip(scores, of_rows, strict=True):
+            values[at] = of_each
     return tuple(scores)
 
 

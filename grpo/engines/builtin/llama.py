@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from grpo.engines.builtin.kv_cache import KVCache
+from grpo.models.head import is_one_matrix
 from grpo.models.packed_attention import AttentionPlan
 
 # parameters of a model whose matrices are joined: that copies them, and saves less the larger they are
@@ -26,7 +27,7 @@ def is_plain_llama(model: nn.Module) -> bool:
     config, modules, hooks = model.config, [*model.modules()], ("_forward_hooks", "_forward_pre_hooks")
     linear = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
     return (
-        all(type(m) is nn.Linear and m.bias is None for m in linear)
+        all(map(is_one_matrix, linear))
         and all(
             type(p) is nn.Parameter and p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()
         )
@@ -78,7 +79,7 @@ class LlamaCache(KVCache):
             x = F.linear(attended, out).add_(x)
             gate, up = products(F.rms_norm(x, shape, norm_mlp, eps), gate_up).chunk(2, dim=1)
             x = F.linear(F.silu(gate).mul_(up), down).add_(x)
-        return F.linear(F.rms_norm(x, shape, self.model.model.norm.weight, eps), self.model.lm_head.weight)
+        return self.model.lm_head(F.rms_norm(x, shape, self.model.model.norm.weight, eps))
 
 
 def side_by_side(weights: list[Tensor], joins: bool) -> list[Tensor]:

@@ -25,7 +25,7 @@ from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import Room
 from grpo.engines.vllm.errors import short_errors
 from grpo.engines.vllm.package import import_vllm, mend_cpu_build
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_draft, params_of, params_of_each
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_draft, check_head, params_of, params_of_each
 from grpo.engines.vllm.turns import Turns
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -161,6 +161,7 @@ class VLLMEngine:
             return
         if self._llm is None:
             self._open()
+        check_head(model, self._llm.llm_engine.model_config.head_dtype, self.dtype)
         with self._turns.between_steps():
             if self._turns.busy and not self.in_flight:
                 raise RuntimeError(f"{type(self).__name__} takes no new weights while it samples")

@@ -4,8 +4,11 @@ vLLM."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from grpo.engines.context import check_context
 from grpo.engines.protocol import Prompts, Sampling
+from grpo.models.head import has_float32_head
 from grpo.system.errors import UserError
 
 ARGS = {  # fixed: the user's args cannot change them
@@ -40,6 +43,15 @@ def params_of_each(plain: Mapping[str, Any], count: int, temperatures: Sequence[
     for temperature in temperatures or ():
         check_temperature(temperature)
     return [{**plain, "temperature": temperature} for temperature in temperatures or [plain["temperature"]] * count]
+
+
+def check_head(model: torch.nn.Module, head: torch.dtype, dtype: torch.dtype) -> None:
+    """Raise UserError if policy or vLLM alone computes its head in float32, where both compute in 16 bits: they would
+    differ more than if neither did. head, dtype: number types of vLLM."""
+    ours = has_float32_head(model)
+    if ours != (head == torch.float32) and (ours or torch.float32 not in (dtype, model.dtype)):
+        line = f"only {'the policy' if ours else 'vLLM'} computes the head in float32: their gap would grow"
+        raise UserError(f"{line}; set model.head_dtype=float32, and leave engine.args.hf_overrides.head_dtype as it is")
 
 
 def check_temperature(temperature: float) -> None:

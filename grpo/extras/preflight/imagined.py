@@ -26,7 +26,7 @@ from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
 from grpo.models import token_scores
 from grpo.models.gradient_checkpointing import layers_of, recomputing
-from grpo.models.head import LOGITS_AT_ONCE, logits_at_once
+from grpo.models.head import LOGITS_AT_ONCE, has_float32_head, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Packed, attending
 from grpo.models.packing import microbatches
@@ -196,7 +196,8 @@ def in_sampling(
     with Live(before) as live:
         with attending(policy):
             policy(prompts.ids, position_ids=prompts.positions, plan=prompts, use_cache=False, logits_to_keep=last)
-        logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=dtype)
+        kind = torch.float32 if has_float32_head(policy) else dtype
+        logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=kind)
         at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]
         uniform = at_once.new_empty(len(at_once), dtype=torch.float64)
         NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, 1.0, None)

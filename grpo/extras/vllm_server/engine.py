@@ -34,6 +34,7 @@ from grpo.extras.vllm_server.launch import Servers, by_hand, check_apart
 from grpo.extras.vllm_server.pool import ATTEMPTS
 from grpo.extras.vllm_server.routing import Routes
 from grpo.extras.vllm_server.sync import Disk, Lora, Nccl, adapter_tensors
+from grpo.models.head import has_float32_head
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, error_line
@@ -100,7 +101,9 @@ class VLLMServerEngine:
         if launch and URLS not in os.environ:
             raise UserError("engine.launch=true needs processes that Lightning itself starts: set engine.urls instead")
         urls = os.environ[URLS].split() if launch else urls
-        how = f"is it vLLM, started as {by_hand(path, sync)}? Or set engine.launch=true"
+        self._head = ((args or {}).get("hf_overrides") or {}).get("head_dtype")
+        own = {"hf_overrides": {"head_dtype": self._head}} if self._head else {}
+        how = f"is it vLLM, started as {by_hand(path, sync, own)}? Or set engine.launch=true"
         advice = "see its log" if launch else how
         servers = [RemoteServer(url, timeout, advice, recompute=recompute, key_from=key_from) for url in urls]
         way = Nccl(servers) if sync == "nccl" else {"disk": Disk, "lora": Lora}[sync](self._folder)
@@ -109,7 +112,10 @@ class VLLMServerEngine:
                 server.ended, server.start = partial(here.ended, port), partial(here.start, port)
         elif launch:
             wait += START  # the first process may be starting them again
-        self._fleet = Fleet(servers=servers, wait=wait, concurrency=concurrency, way=way, last_id=config.vocab_size - 1)
+        last_id = config.vocab_size - 1
+        self._fleet = Fleet(
+            servers=servers, wait=wait, concurrency=concurrency, way=way, last_id=last_id, head_dtype=self._head
+        )
         self.in_flight = way.follows
         atexit.register(self.close)  # also if the run fails
         try:
@@ -153,6 +159,10 @@ class VLLMServerEngine:
 
     def _push(self, model: nn.Module, label: str) -> None:
         """Send the weights from rank 0."""
+        ours = "float32" if has_float32_head(model) else None
+        if ours != self._head:
+            line = f"the policy's head_dtype is {ours or 'null'}, and the servers' is {self._head or 'null'}"
+            raise UserError(f"{line}: leave engine.args.hf_overrides.head_dtype as it is")
         tensors = adapter_tensors(model) if self.sync == "lora" else as_in_files(model)
         try:
             if distributed.rank() == 0:

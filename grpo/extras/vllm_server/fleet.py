@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from grpo.extras.vllm_server.http import GENERATE, HEALTH, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
+from grpo.extras.vllm_server.http import GENERATE, HEALTH, INFO, LOAD_ADAPTER, LOOK, Lost, Refused, RemoteServer
 from grpo.extras.vllm_server.pool import ServerPool
 from grpo.extras.vllm_server.sync import Behind, Lora, Named, Way
 from grpo.system import distributed
@@ -21,7 +21,8 @@ from grpo.system.threads import outcome_of
 class Fleet(ServerPool):
     """The servers that sample for a run.
 
-    way: how weights reach a server. last_id: the largest id of the model's vocabulary.
+    way: how weights reach a server. last_id: the largest id of the model's vocabulary. head_dtype: of the policy's head, if it
+    has its own; a server that somebody else started must have it too.
     """
 
     called = "vLLM server"
@@ -30,6 +31,7 @@ class Fleet(ServerPool):
 
     way: Way
     last_id: int
+    head_dtype: str | None = None
 
     def push(self, model: nn.Module, tensors: Iterable[Named], label: str) -> None:
         """Send the model's weights, which are `tensors`, to all servers; absent ones get them once they are back.
@@ -80,6 +82,19 @@ class Fleet(ServerPool):
         for route in [GENERATE, LOAD_ADAPTER] if isinstance(self.way, Lora) else [GENERATE]:
             with suppress(Refused):  # the route exists: it refuses only the empty request
                 await server.ask(route, {})
+        if self.head_dtype and not server.start:
+            await check_head_of(server, self.head_dtype)
+
+
+async def check_head_of(server: RemoteServer, wanted: str) -> None:
+    """Raise UserError unless a server computes its head in this number type. To answer, it takes seconds to list its packages."""
+    answer = await server.ask(INFO, post=False)
+    with server.reading(INFO, answer):
+        config = answer["vllm_config"]["model_config"]
+        given = (config["hf_overrides"] or {}).get("head_dtype") or config["dtype"].rpartition(".")[2]
+    if given != wanted:
+        line = f"the vLLM server at {server.url} computes the head in {given}, and the policy in {wanted}"
+        raise UserError(f"{line}: {server.advice}")
 
 
 async def check_exact(server: RemoteServer, last_id: int) -> None:

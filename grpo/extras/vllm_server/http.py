@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
-MODELS, HEALTH = "/v1/models", "/health"
+MODELS, HEALTH, INFO = "/v1/models", "/health", "/server_info?config_format=json"
 CONNECT = 5.0  # seconds to open a connection
 LOOK = 30.0  # seconds for an answer about the server itself, which takes it a step of vLLM at most
 START = 900.0  # seconds for a server to load, even a large model from a slow disk; if it dies, that is noticed at once

@@ -58,9 +58,9 @@ def command(path: str, sync: str, args: Mapping[str, Any]) -> tuple[dict[str, st
     return environment, words
 
 
-def by_hand(path: str, sync: str) -> str:
-    """Return the command line that starts such a server by hand."""
-    environment, words = command(path, sync, {})
+def by_hand(path: str, sync: str, args: Mapping[str, Any]) -> str:
+    """Return the command line that starts such a server by hand. args: more flags, by name."""
+    environment, words = command(path, sync, args)
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     return f"{variables} vllm serve {shlex.join(words[1:])}"  # the model without its flag
 

@@ -184,6 +184,21 @@ def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
     return live.most.total(), saved
 
 
+@pytest.mark.extras("float32_head")
+def test_logits_of_a_head_in_float32_are_counted(folders):
+    """With real tensors to the byte. There is no second matrix in the weights."""
+    found = {}
+    for kind in ("null", "float32"):
+        words = ["model.dtype=bfloat16", f"model.head_dtype={kind}", "optim.layout=padded", *SIZES["small"][0]]
+        run = Run(folders["llama_tied"], *words, "optim.max_tokens_per_microbatch=100000")
+        found[kind] = run.forecast(30)
+        most, _ = really(run, 30)
+        found[kind]["pass"] = found[kind]["activations"] + found[kind]["logits"]
+        assert found[kind]["pass"] == most
+    assert found["float32"]["pass"] > found["null"]["pass"] and found["float32"]["sampling"] > found["null"]["sampling"]
+    assert found["float32"]["weights"] == found["null"]["weights"]
+
+
 @pytest.mark.parametrize(
     ("family", "size", "adapter", "layout"),
     [

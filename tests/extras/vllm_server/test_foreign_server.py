@@ -47,6 +47,34 @@ def test_a_server_without_a_route_is_told_what_it_lacks(toy, routes, sync, line)
         refused(toy, [foreign.url], rf"{foreign.url} .*{line}", sync=sync)
 
 
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {"dtype": "torch.bfloat16", "hf_overrides": {}},
+            "computes the head in bfloat16, and the policy in float32: is it vLLM",
+        ),
+        (
+            {"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float16"}},
+            "in float16.*--hf-overrides .*float32",
+        ),
+        ({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}, ""),
+        ({"dtype": "torch.float32", "hf_overrides": None}, ""),
+    ],
+)
+def test_a_server_that_somebody_started_must_have_the_head_of_the_policy(toy, config, line):
+    args = {"hf_overrides": {"head_dtype": "float32"}}
+    with Foreign(**{"/server_info": (200, {"vllm_config": {"model_config": config}})}) as foreign:
+        if line:
+            return refused(toy, [foreign.url], line, args=args)
+        engine = VLLMServerEngine(str(toy), [foreign.url], args=args)
+        with pytest.raises(
+            UserError, match=r"the policy's head_dtype is null, and the servers' is float32: leave engine.args"
+        ):
+            engine.load_weights(Pretrained(str(toy)).model(), 0)
+        engine.close()
+
+
 def test_a_server_without_a_backend_for_weights_is_told_so(toy, toy_model, tmp_path):
     words = (
         "Call to collective_rpc method failed: Worker failed with error 'not configured', please check the stack trace"
