@@ -71,7 +71,8 @@ def test_under_autocast_a_head_gives_what_its_module_does():
         matrix.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             if of_tokens:
-                got = head.OfTokens.apply(states, matrix.weight, targets, 0.7, False, 3, torch.bfloat16)
+                settings = 0.7, False, 3, torch.bfloat16, torch.nn.functional.linear
+                got = head.OfTokens.apply(states, matrix.weight, targets, *settings)
             else:
                 got = head.of_logits(matrix(states), targets, 0.7, False)
             got[0].sum().backward()
