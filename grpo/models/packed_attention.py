@@ -132,18 +132,21 @@ class Packed:
         self.row_lengths = torch.tensor(
             [len(row) for rows_of_prompt in rows for row in rows_of_prompt], dtype=torch.int64
         )
-        self.masks: dict[int | None, Any] = {}  # by window
+        self.masks: dict[int | None, Any] = {}  # the kernel's, by window
+        self.dense: dict[int | None, Any] = {}  # sdpa's
+        self.until = float("inf")  # the first layer that the kernel could not compute
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        if self.kernel is not None:
+        # a layer that is recomputed is computed as it was, also after a later one has failed
+        if self.kernel is not None and layer < self.until:
             if (out := self.kernel.attend(self, query, key, value, scale, window)) is not None:
                 return out.transpose(1, 2)
-            self.kernel, self.masks = None, {}
-        if window not in self.masks:
-            self.masks[window] = self.dense_masks(window)
-        of_prompts, of_rows = self.masks[window]
+            self.until = layer
+        if window not in self.dense:
+            self.dense[window] = self.dense_masks(window)
+        of_prompts, of_rows = self.dense[window]
         prompts, rows, keys, back = self.places
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         out = sdpa(take(query, prompts), take(key, prompts), take(value, prompts), of_prompts, scale)

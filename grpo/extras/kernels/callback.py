@@ -1,4 +1,4 @@
-"""KernelsCallback: chooses the kernels of the update before the first rollout, and logs them."""
+"""KernelsCallback: chooses the kernels of the update before the first rollout, logs them, and lets the run go on without one."""
 
 import logging
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import lightning as L
 import torch
 
+from grpo.extras.kernels.fallback import WithoutKernels
 from grpo.extras.kernels.flex import FLEX, FlexKernel
-from grpo.extras.kernels.liger import is_installed, takes_liger, use_liger
+from grpo.extras.kernels.liger import LIGER, is_installed, takes_liger, use_liger
 from grpo.models import packing, token_scores
+from grpo.models.compiled import announced
 from grpo.models.pretrained import Kernels
 
 log = logging.getLogger(__name__)
@@ -18,22 +20,26 @@ class KernelsCallback(L.Callback):
     """Tries the layout, FlexAttention and Liger's kernels on a few tokens, forward and backward, so that what a GPU compiles is
     compiled before the first update. It comes before PreflightCallback.
 
-    wanted: `model.kernels`. Raises UserError if it cannot be fulfilled. Mutable: found, what the run uses, by part.
+    wanted: `model.kernels`. Raises UserError if it cannot be fulfilled. Mutable: found, what the run uses, by part; used, which
+    of it may fail later.
     """
 
     def __init__(self, wanted: Kernels) -> None:
         takes_liger(wanted, torch.cuda.is_available(), is_installed())
-        self.wanted, self.found = wanted, {}
+        self.wanted, self.found, self.used = wanted, {}, ()
         packing.ON_GPU[:] = [FLEX]
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known for the manifest."""
-        return {"kernels": self.found} if self.found else {}
+        """Return what is known for the manifest: `failed` has the kernels that the run went on without, with the reasons."""
+        failed = {each.name: each.failed for each in self.used if each.failed}
+        return {"kernels": self.found | ({"failed": failed} if failed else {})} if self.found else {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not hasattr(module, "layout"):  # no GRPOModule
             return
-        with trainer.precision_plugin.forward_context():
+        on_gpu = module.device.type in token_scores.forward.devices
+        begins = announced("kernels: compiling and comparing attention, head and layers", said=not on_gpu)
+        with begins, trainer.precision_plugin.forward_context():
             layers = use_liger(module.policy, self.wanted)
             layout, attention = module.layout
             of_parts = {name: getattr(part, "layout", None) for name, part in module.parts.items()}
@@ -41,9 +47,12 @@ class KernelsCallback(L.Callback):
         self.found |= {
             "layout": layout,
             "attention": _name(attention),
-            "head": "compiled" if module.device.type in token_scores.forward.devices else "torch",
+            "head": "compiled" if on_gpu and not token_scores.forward.failed else "torch",
             "layers": f"liger ({', '.join(layers)})" if layers else "transformers",
         }
+        of_attention = [attention, *(pair[1] for pair in of_parts.values() if pair)]
+        self.used = tuple(kernel for kernel, used in ((FLEX, FLEX in of_attention), (LIGER, layers)) if used)
+        module.at_once = WithoutKernels(module.at_once.most, self.used)
         log.info("kernels: %s", ", ".join(f"{part} {name}" for part, name in self.found.items()))
 
 

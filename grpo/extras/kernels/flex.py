@@ -6,8 +6,6 @@ compiled kernel serves them. A row is padded to whole blocks, so that few graphs
 Shapes: T tokens in the row, n = T / BLOCK blocks, H heads, K key heads.
 """
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
@@ -16,27 +14,24 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from grpo.extras.kernels.agreement import gradient_disagreement
-from grpo.models.compiled import reason_of
+from grpo.extras.kernels.fallback import Replaceable
 from grpo.models.logprobs import Layout
 from grpo.models.packed_attention import Packed
 from grpo.models.packing import Compare, disagreement
 from grpo.models.trusted import objection
 from grpo.system.memory import sent
 
-log = logging.getLogger(__name__)
-
 BLOCK = 128
 # dynamo takes sizes that are equal in its first call for the same: a number of blocks that is no number of heads, nor 1
 FEWEST = 5
 
 
-class FlexKernel:
-    """A `Kernel`, and the attention function. Mutable: failed, why it is no longer used; empty as long as it works."""
+class FlexKernel(Replaceable):
+    """A `Kernel`, and the attention function."""
 
-    name = "FlexAttention"
-
-    def __init__(self) -> None:
-        self.failed = ""
+    name, without = "FlexAttention", "optim.layout=padded"
+    instead = "attention is computed by sdpa, which is slower on a GPU and takes more memory"
+    code = ("torch/_functorch/_aot_autograd/", __file__)  # the first calls compiled kernels in a backward pass
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor]:
@@ -50,10 +45,11 @@ class FlexKernel:
         function = self.compiled if query.is_cuda else flex_attention
         try:
             return function(query, key, value, block_mask=mask, scale=scale, enable_gqa=key.shape[1] != query.shape[1])
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # a compiler may raise anything
-            self.fail(reason_of(error))
+            # a backward pass computes a layer again, and needs what the kernel gave: the whole update is made again
+            if torch._C._current_graph_task_id() >= 0 or not self.raised(error):
+                raise
+            self.fail(error)
             return None
 
     def attend(
@@ -70,19 +66,11 @@ class FlexKernel:
 
     def objection(self, model: nn.Module, layout: Layout, compare: Compare) -> str:
         """Return why it must not be used for `model`; empty if it agrees in a forward and a backward pass. The kernels of
-        both are compiled here; logs the time that it takes."""
-        begun = time.perf_counter()
+        both are compiled here."""
         why = self.failed or objection(model, partial(compare, model, layout, self))
         if not (why := why or self.failed) and compare is disagreement:
-            why = objection(model, partial(gradient_disagreement, model, layout, self))
-        if not (why := why or self.failed):
-            log.info("FlexAttention: compiled, forward and backward, in %.0f s", time.perf_counter() - begun)
-        return why
-
-    def fail(self, reason: str) -> None:
-        """Use it no more in this process, and warn."""
-        self.failed = reason
-        log.warning("FlexAttention failed (%s): attention is computed by sdpa, which is slower on a GPU", reason)
+            why = objection(model, partial(self.tried, gradient_disagreement, model, layout, self))
+        return why or self.failed
 
 
 FLEX = FlexKernel()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from grpo.extras.kernels.agreement import embedding_gradient, not_parallel
+from grpo.extras.kernels.fallback import Replaceable
 from grpo.models.adapted import without_adapter
 from grpo.models.compiled import reason_of
 from grpo.models.logprobs import completion_logprobs
@@ -27,6 +28,16 @@ from grpo.system.errors import StopError, UserError
 log = logging.getLogger(__name__)
 LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # they would replace the model's own forward
 ROTARY = "apply_rotary_pos_emb"
+
+
+class LigerKernels(Replaceable):
+    """Those of the policy's modules, which compute as their classes do once they have failed."""
+
+    name, without, code = "Liger", "model.kernels=none", ("liger_kernel/",)
+    instead = "norms, rotary embeddings and MLPs are computed by transformers, which is slower on a GPU"
+
+
+LIGER = LigerKernels()
 
 
 def takes_liger(wanted: Kernels, gpu: bool, installed: bool) -> bool:
@@ -48,7 +59,7 @@ def is_installed() -> bool:
 def use_liger(model: nn.Module, wanted: Kernels) -> list[str]:
     """Give a model Liger's kernels if they are wanted, and agree with its own on a few tokens. Returns what they compute: the
     names of classes and functions; none if they are not used, after a warning with the reason if that is not the setting."""
-    if not takes_liger(wanted, next(model.parameters()).is_cuda, is_installed()):
+    if LIGER.failed or not takes_liger(wanted, next(model.parameters()).is_cuda, is_installed()):
         return []
     try:
         exact = on_few_tokens(model)
@@ -59,6 +70,7 @@ def use_liger(model: nn.Module, wanted: Kernels) -> list[str]:
         log.warning("model.kernels: Liger's kernels are not used: %s", reason_of(error))
         return []
     if names and not (why := objection_to(model, exact)):
+        fall_back(model)
         return names
     undo()
     log.warning(
@@ -67,6 +79,30 @@ def use_liger(model: nn.Module, wanted: Kernels) -> list[str]:
         why if names else f"it has none for the type {model.config.model_type}",
     )
     return []
+
+
+def fall_back(model: nn.Module) -> None:
+    """Let each module of a model that has Liger's kernels compute as its class does once these have failed."""
+    for module in without_adapter(model).modules():
+        if isinstance(forward := vars(module).get("forward"), MethodType):
+            module.forward = MethodType(until_it_fails(forward.__func__), module)
+
+
+def until_it_fails(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's forward with Liger's kernels, and that of its class once they have failed."""
+
+    def chosen(self, *args, **kwargs):
+        if not LIGER.failed:
+            try:
+                return forward(self, *args, **kwargs)
+            except Exception as error:
+                # with a gradient the whole update is made again, since modules before this one are recomputed
+                if torch.is_grad_enabled() or not LIGER.raised(error):
+                    raise
+                LIGER.fail(error)
+        return type(self).forward(self, *args, **kwargs)
+
+    return chosen
 
 
 def on_few_tokens(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

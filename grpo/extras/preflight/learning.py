@@ -166,9 +166,14 @@ def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
     [optimizer] = probe.module.trainer.optimizers
     half = in_float16(probe.module.policy, probe.module.device.type)
     probe.sleep()
-    try:
+
+    def added() -> None:
         for rows in torch.arange(len(tokens)).tensor_split(pieces):
             backward(probe.module, tokens.rows(rows.to(tokens.ids.device)), SCALE if half else 1.0)
+
+    try:
+        # it goes on without a kernel that fails; the pieces are given, so less memory does not help
+        probe.module.at_once.fitting(added, optimizer.zero_grad, longest=probe.module.at_once.most)
         flat = [distributed.full(p.grad.detach()).flatten() for p in learned_by(optimizer) if p.grad is not None]
         return torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     finally:
