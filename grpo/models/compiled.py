@@ -2,12 +2,16 @@
 elsewhere."""
 
 import logging
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from grpo.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +47,24 @@ class Compiled:
                 if isinstance(each, Tensor):
                     torch._dynamo.maybe_mark_dynamic(each, 0)
             try:
-                return self.compiled(first, *others)
-            except torch.OutOfMemoryError:
+                with announced(f"compiling {self.function.__name__} for this device", "compiled" in vars(self)):
+                    return self.compiled(first, *others)
+            except (torch.OutOfMemoryError, UserError):
                 raise
             except Exception as error:  # a compiler may raise anything
                 self.failed = True
                 line = "%s is not compiled (%s): its operations run one by one, which is slower"
                 log.warning(line, self.function.__name__, reason_of(error))
         return self.function(first, *others)
+
+
+@contextmanager
+def announced(what: str, said: bool = False) -> Iterator[None]:
+    """Log before a `with` block what it does, and afterwards how long that took: it may take minutes. said: not again."""
+    level, begun = logging.DEBUG if said else logging.INFO, time.perf_counter()
+    log.log(level, "%s: this may take minutes", what)
+    yield
+    log.log(level, "%s: done in %.0f s", what, time.perf_counter() - begun)
 
 
 def reason_of(error: BaseException) -> str:

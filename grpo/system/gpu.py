@@ -1,4 +1,4 @@
-"""A GPU that is there and cannot be used: torch is silent about it, and a run would take the CPU."""
+"""A GPU that is there and cannot be used: torch is silent about it, and a run would take the CPU, or end in its first kernel."""
 
 import os
 import re
@@ -18,13 +18,15 @@ NEEDED = {"12": 525, "13": 580}  # the oldest driver by the CUDA version that to
 def check_gpu(who: str, cpu: str) -> None:
     """Raise UserError if there is a GPU that torch cannot use. who: what would use it. cpu: the setting to suggest instead."""
     if why := unused_gpu():
-        raise UserError(f"this machine has a GPU that {who} would not use: {why}, or set {cpu}")
+        raise UserError(f"this machine has a GPU that {who} cannot use: {why}, or set {cpu}")
 
 
 def unused_gpu() -> str | None:
-    """Return why torch sees no GPU although this process may open one; None if it sees one, there is none, or
+    """Return why torch cannot use a GPU that this process may open; None if it can, there is none, or
     CUDA_VISIBLE_DEVICES hides it."""
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+    if torch.cuda.is_available():
+        return gpu_without_code()
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     if not any(map(may_be_opened, glob(NODES))):
         return None
@@ -35,6 +37,18 @@ def unused_gpu() -> str | None:
     if driver and needed and int(driver.partition(".")[0]) < needed:
         return f"torch is built for CUDA {cuda}, which needs driver {needed} or newer, and this is {driver}: update it"
     return f"torch is built for CUDA {cuda} and cannot start it: see what nvidia-smi says"
+
+
+def gpu_without_code() -> str | None:
+    """Return why torch cannot compute on the first GPU that it sees, since it was built for other ones; None if it can."""
+    arches, card = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
+    built = [(kind, (int(x), int(y))) for kind, x, y in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(arches))]
+    # code for a card runs on later ones of its generation, and PTX (compute) on all later ones
+    if not built or any(of <= card and (kind == "compute" or of[0] == card[0]) for kind, of in built):
+        return None
+    line = f"{torch.cuda.get_device_name()} has compute capability {card[0]}.{card[1]}, and torch was built for"
+    fix = "install a build that has it (up to 7.2 that for CUDA 12.6: https://download.pytorch.org/whl/cu126)"
+    return f"{line} {', '.join(arches)}: {fix}, take another card"
 
 
 def may_be_opened(node: str) -> bool:

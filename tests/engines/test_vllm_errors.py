@@ -2,7 +2,10 @@
 
 import pytest
 
+from grpo.engines.vllm import package
+from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.errors import memory_advice
+from grpo.system.errors import UserError
 
 RAISE, LOWER = "raise engine.args.gpu_memory_utilization", "lower engine.args.gpu_memory_utilization"
 
@@ -34,3 +37,26 @@ def test_each_kind_of_error_has_its_advice(text, fix):
 
 def test_other_errors_have_none():
     assert memory_advice("User-specified max_model_len (2048) is greater than the derived max_model_len") is None
+
+
+def test_the_second_model_runner_is_refused(monkeypatch):
+    """Before vLLM is imported, which need not be there."""
+    monkeypatch.setattr(package.os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    line = r"VLLM_USE_V2_MODEL_RUNNER=1, and log-probabilities .* at temperature 1: unset the variable"
+    with pytest.raises(UserError, match=line):
+        package.import_vllm()
+
+
+def test_a_start_is_announced(caplog):
+    """It may take minutes, also one that fails."""
+    caplog.set_level("INFO")
+
+    def refuses(**launched):
+        assert caplog.messages == ["starting vLLM with a/model: this may take minutes"]
+        raise ValueError("Value error, no such argument")
+
+    engine = object.__new__(VLLMEngine)
+    engine._new, engine._path = refuses, "a/model"
+    with pytest.raises(UserError, match="no such argument"):
+        engine._open()
+    assert len(caplog.messages) == 1

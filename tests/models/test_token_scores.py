@@ -111,3 +111,18 @@ def test_what_cannot_be_compiled_is_computed_and_warned_of_once(caplog):
         torch.testing.assert_close(got, token_scores.scores_of_rows(logits, torch.arange(5), 1.0))
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "scores_of_rows is not compiled" in record.getMessage() and "cc is not there" in record.getMessage()
+
+
+def test_the_first_compilation_is_announced(monkeypatch, caplog):
+    """Before it begins, and once."""
+    caplog.set_level(logging.INFO)
+
+    def compiled(*given):
+        assert caplog.messages[0] == "compiling scores_of_rows for this device: this may take minutes"
+        return token_scores.scores_of_rows(*given)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: compiled)
+    forward, logits = Compiled(token_scores.scores_of_rows, ("cpu",)), random_logits(5, 97)
+    for _ in range(2):
+        forward(logits, torch.arange(5), 1.0)
+        assert caplog.messages[1:] == ["compiling scores_of_rows for this device: done in 0 s"]

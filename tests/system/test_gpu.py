@@ -60,9 +60,38 @@ def test_trainer_and_server_stop_and_the_cpu_is_a_choice(there, monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", None)
     for accelerator in ("auto", "cuda"):
-        with pytest.raises(UserError, match=r"has a GPU that the run would not use: .*or set trainer=cpu"):
+        with pytest.raises(UserError, match=r"has a GPU that the run cannot use: .*or set trainer=cpu"):
             make_trainer([], [], accelerator=accelerator)
-    with pytest.raises(UserError, match=r"has a GPU that the server would not use: .*or set device=cpu"):
+    with pytest.raises(UserError, match=r"has a GPU that the server cannot use: .*or set device=cpu"):
         device_of("auto")
     assert device_of("cpu") == torch.device("cpu")
     make_trainer([], [], accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("card", "arches", "refused"),
+    [
+        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", True),  # V100
+        ((7, 0), "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", False),
+        ((7, 5), "sm_75 sm_80", False),  # T4
+        ((8, 9), "sm_75 sm_80 sm_86 sm_90", False),  # L4: code for 8.6 is of its generation
+        ((9, 0), "sm_75 sm_80 sm_86", True),  # code for 8.6 is not
+        ((9, 0), "sm_75 sm_80 compute_86", False),  # PTX is compiled for any later card
+        ((7, 0), "compute_75", True),  # and for no earlier one
+        ((12, 1), "sm_100a sm_120f", False),
+        ((10, 0), "sm_100a sm_120f", False),
+        ((9, 0), "gfx90a gfx942", False),  # AMD's
+    ],
+)
+def test_a_gpu_that_torch_was_not_built_for_is_refused_in_a_line(monkeypatch, card, arches, refused):
+    """torch.cuda.is_available() is True there, and the first kernel would end the run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", arches.split)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla X")
+    if not refused:
+        assert unused_gpu() is None
+        return
+    what = f"a GPU that the run cannot use: Tesla X has compute capability {card[0]}.{card[1]}, and torch was built for"
+    with pytest.raises(UserError, match=f"{what} {', '.join(arches.split())}: install a build .*, or set trainer=cpu"):
+        make_trainer([], [])
