@@ -92,7 +92,7 @@ def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
             self.positions = torch.arange(self.positions.shape[1])[None]
         elif what == "mask":  # a row sees one token too many
             masks = self.dense_masks(None)
-            self.masks[None] = masks[0], masks[1] | masks[1].roll(1, -1)
+            self.dense[None] = masks[0], masks[1] | masks[1].roll(1, -1)
         elif what == "prompt":  # rows see the prompt of another row
             self.owner = self.owner.roll(1)
         else:
