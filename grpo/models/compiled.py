@@ -47,7 +47,7 @@ class Compiled:
                 if isinstance(each, Tensor):
                     torch._dynamo.maybe_mark_dynamic(each, 0)
             try:
-                with announced(f"compiling {self.function.__name__} for this device", "compiled" in vars(self)):
+                with first_said(f"compiling {self.function.__name__} for this device", "compiled" in vars(self)):
                     return self.compiled(first, *others)
             except (torch.OutOfMemoryError, UserError):
                 raise
@@ -59,7 +59,7 @@ class Compiled:
 
 
 @contextmanager
-def announced(what: str, said: bool = False) -> Iterator[None]:
+def first_said(what: str, said: bool = False) -> Iterator[None]:
     """Log before a `with` block what it does, and afterwards how long that took: it may take minutes. said: not again."""
     level, begun = logging.DEBUG if said else logging.INFO, time.perf_counter()
     log.log(level, "%s: this may take minutes", what)

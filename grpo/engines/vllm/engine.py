@@ -29,7 +29,7 @@ from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_draft, c
 from grpo.engines.vllm.turns import Turns
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
-from grpo.models.compiled import announced
+from grpo.models.compiled import first_said
 from grpo.models.language import is_multimodal
 from grpo.models.pretrained import Dtype, base_path, context_of
 from grpo.system import distributed
@@ -139,7 +139,7 @@ class VLLMEngine:
         # delete an engine of an earlier run now, with torch's process group, not while this one is built
         gc.collect()
         # the constructor reseeds every global generator
-        with announced(f"starting vLLM with {self._path}"), isolate_rng(), short_errors(building=True):
+        with first_said(f"starting vLLM with {self._path}"), isolate_rng(), short_errors(building=True):
             self._llm = self._new(**launched)
         self._turns.llm = self._llm
         config = self._llm.llm_engine.model_config

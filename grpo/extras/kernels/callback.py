@@ -10,7 +10,7 @@ from grpo.extras.kernels.fallback import WithoutKernels
 from grpo.extras.kernels.flex import FLEX, FlexKernel
 from grpo.extras.kernels.liger import LIGER, is_installed, takes_liger, use_liger
 from grpo.models import packing, token_scores
-from grpo.models.compiled import announced
+from grpo.models.compiled import first_said
 from grpo.models.pretrained import Kernels
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class KernelsCallback(L.Callback):
         if not hasattr(module, "layout"):  # no GRPOModule
             return
         on_gpu = module.device.type in token_scores.forward.devices
-        begins = announced("kernels: compiling and comparing attention, head and layers", said=not on_gpu)
+        begins = first_said("kernels: compiling and comparing attention, head and layers", said=not on_gpu)
         with begins, trainer.precision_plugin.forward_context():
             layers = use_liger(module.policy, self.wanted)
             layout, attention = module.layout

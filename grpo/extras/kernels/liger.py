@@ -31,7 +31,7 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 class LigerKernels(Replaceable):
-    """Those of the policy's modules, which compute as their classes do once they have failed."""
+    """Liger's kernels in the policy's modules, which compute as their classes do once they have failed."""
 
     name, without, code = "Liger", "model.kernels=none", ("liger_kernel/",)
     instead = "norms, rotary embeddings and MLPs are computed by transformers, which is slower on a GPU"

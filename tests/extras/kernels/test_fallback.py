@@ -198,7 +198,7 @@ def test_an_error_that_is_not_the_kernels_ends_the_run(monkeypatch, caplog):
 
 
 def test_of_several_devices_one_does_not_make_the_update_again(monkeypatch):
-    """The others wait for its gradient. In a forward pass it goes on with sdpa alone, which is no message."""
+    """The others wait for its gradient. In a forward pass it continues by sdpa alone, which is no message."""
     monkeypatch.setattr(fallback, "distributed", SimpleNamespace(world_size=lambda: 2))
     expected = gradient(updating(small()))
     monkeypatch.setattr(flex, "flex_attention", Planted(lambda number: number == 3))
