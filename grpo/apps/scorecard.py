@@ -1,9 +1,11 @@
 """An evaluation that can be resumed: saves each batch once it is scored, and joins them at the end."""
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import pyarrow.parquet as pq
 
 from grpo.data.rows import fingerprint
 from grpo.env.types import Example
-from grpo.evaluation.estimates import Equal, as_json, estimates, estimates_by_value, solved
+from grpo.evaluation.estimates import Equal, as_json, estimates, solved
+from grpo.evaluation.intervals import Estimate
 from grpo.rollout.samples_table import records, write
 from grpo.rollout.types import Group
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
 
+MOST_VALUES = 50  # a column with more values gets no table
 # columns that no metric uses
 TEXTS = ["item", "example", "gold", "prompt", "messages", "completion", "tool_calls", "env_error"]
 
@@ -115,3 +119,17 @@ def policy_in(path: str) -> str:
     """Return a text that identifies a policy: its path and, for a folder, its files with their sizes and modification times."""
     files = sorted(file for file in Path(path).glob("*") if file.is_file()) if Path(path).is_dir() else []
     return "\n".join([path, *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)])
+
+
+def estimates_by_value(samples: pd.DataFrame, equal: Equal = eq) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """Return `estimates` for each value of each by/ column: column -> value -> name -> estimate."""
+
+    def natural(value: str) -> list:
+        return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", value)]
+
+    tables = {}
+    for name in (name for name in samples if name.startswith("by/")):
+        parts = dict(list(samples.groupby(name)))
+        if len(parts) <= MOST_VALUES:
+            tables[name.removeprefix("by/")] = {v: estimates(parts[v], equal) for v in sorted(parts, key=natural)}
+    return tables

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 Equal = Callable[[str, str], bool | None]  # whether two answers are the same; None: unknown
 SHARE = (0.0, 1.0)
 COUNTS = ("tool_calls", "tool_failures", "malformed_calls")  # counts of a conversation
-MOST_VALUES = 50  # a column with more values gets no table
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -188,20 +186,6 @@ def averaged(samples: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
             yield name.removeprefix("eval/"), samples[name].astype(float).fillna(0.0)
     for name in sorted(name for name in samples if name.startswith("reward/")):
         yield name_of_part(name.removeprefix("reward/")), samples[name].astype(float)
-
-
-def estimates_by_value(samples: pd.DataFrame, equal: Equal = eq) -> dict[str, dict[str, dict[str, Estimate]]]:
-    """Return `estimates` for each value of each by/ column: column -> value -> name -> estimate."""
-
-    def natural(value: str) -> list:
-        return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", value)]
-
-    tables = {}
-    for name in (name for name in samples if name.startswith("by/")):
-        parts = dict(list(samples.groupby(name)))
-        if len(parts) <= MOST_VALUES:
-            tables[name.removeprefix("by/")] = {v: estimates(parts[v], equal) for v in sorted(parts, key=natural)}
-    return tables
 
 
 def as_json(metrics: Mapping[str, Estimate]) -> dict[str, Any]:

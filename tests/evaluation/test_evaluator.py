@@ -20,7 +20,7 @@ from helpers.runs import learned, told
 from rich.console import Console
 
 import eval as eval_script
-from grpo.apps.scorecard import Scorecard
+from grpo.apps.scorecard import Scorecard, estimates_by_value
 from grpo.apps.show_evaluation import show_comparison
 from grpo.data.rows import fingerprint
 from grpo.engines.protocol import Sampling
@@ -33,7 +33,6 @@ from grpo.evaluation.estimates import (
     averaged,
     columns,
     estimates,
-    estimates_by_value,
     majority,
     pass_at_k,
     powers,
