@@ -35,11 +35,3 @@ class Clock:
             if seconds := times(process, process):
                 self.waits[process] = seconds[1]  # those of waiting for a core
         return sum(self.waits.values())
-
-
-def children(process: int) -> list[int]:
-    """Return the processes that this one has started and that have not ended; none if the system does not report them."""
-    try:
-        return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
-    except OSError:
-        return []

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Annotated, Literal
 
 from grpo.extras.programs import exchange, sandbox_child, tester  # noqa: F401 - the child uses the bytecode of all
-from grpo.system.clock import Clock, children
+from grpo.system.clock import Clock
 from grpo.system.errors import UserError
 from grpo.system.ranges import Count, Range, Seconds, Whole, enforced
 
@@ -248,3 +248,11 @@ def _remove(folder: str) -> None:
         for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             subprocess.run([*command, folder], **quiet, check=False)
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that this one has started and that have not ended; none if the system does not report them."""
+    try:
+        return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+    except OSError:
+        return []
