@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import LISTS, ROOT, collected
@@ -109,3 +110,9 @@ def test_a_suite_that_is_cut_off_says_what_it_ran(suite, tmp_path):
         assert line
     process.send_signal(signal.SIGTERM)
     assert "2 passed" in process.communicate()[0] and process.returncode == 2
+
+
+def test_each_file_of_tests_has_a_name_of_its_own():
+    """pytest imports them by these names, and takes the second one for the first."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

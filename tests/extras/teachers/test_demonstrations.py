@@ -265,6 +265,14 @@ def test_parts_by_source(toy_model, parts):
     torch.testing.assert_close(got, policy + 2 * imitation, atol=1e-6, rtol=0)
 
 
+def test_the_weights_of_sources_are_those_of_the_rows_of_a_minibatch(toy_model, parts):
+    lessons = taught(toy_model, parts, Teacher(), by_source={"b": {"policy": 3}}).parts["teacher"]
+    lessons.of_policy, last = torch.tensor([[1.0], [1.0], [3.0]]), torch.tensor([2])
+    minibatch = collate(sampled(parts)).rows(last)
+    minibatch = lessons.weigh(replace(minibatch, row=last, weights=torch.ones_like(minibatch.rollout_logprobs)), 1)
+    assert (minibatch.weights == 3).all()
+
+
 def test_mistakes_are_one_line(tmp_path):
     (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "b": "x"}\n{"prompt": "2?", "b": "y"}\n')
     task = f"task=jsonl task.path={rows} task.rewards=format rollout.prompts=1 output_dir={tmp_path}".split()

@@ -310,6 +310,7 @@ def test_a_value_without_a_teacher(toy, other):
         taught(toy, of_two(toy, other), Teaching(1.0)).training_step(with_kinds(("a", "c")), 0)
     found = taught(toy, of_two(toy, other, default="b"), Teaching(1.0)).training_step(with_kinds(("a", "c")), 0)
     assert found["teacher/b/divergence"] != 0
+    assert found["teacher/a/divergence"] == pytest.approx(0, abs=1e-6)  # the policy's own start
     with pytest.raises(UserError, match=r"teacher.default=d is not among teacher.teachers: a, b"):
         of_two(toy, other, default="d")
 

@@ -166,6 +166,13 @@ def test_a_teacher_needs_no_advantage(toy, teacher, name):
     same(whole, found)
 
 
+def test_the_seconds_of_a_teacher_are_those_of_one_rollout(toy, teacher):
+    module = taught(fresh(toy), teacher)
+    module.parts["teacher"].seconds = 1e6  # in the rollout before
+    _, metrics = learned(module, rollout())
+    assert 0 < metrics["time/teacher"] < 1e6
+
+
 def test_a_teacher_inside_of_the_policy_keeps_its_own_head(toy):
     """An adapter learns on the head, too; the teacher is the policy without it. Its distributions are those of the start."""
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
