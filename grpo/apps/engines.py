@@ -5,7 +5,7 @@ from pydoc import locate
 from typing import TYPE_CHECKING
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from grpo.engines.context import Bound
 from grpo.engines.protocol import Engine
@@ -21,11 +21,12 @@ def engine_of(config: DictConfig, most_tokens: Bound) -> Engine:
     """Return the engine of the configuration.
 
     most_tokens: returns the tokens of the longest sequence that the program will sample, or None if there is no bound. Only an
-    engine with an argument of this name is given it.
+    engine with an argument of this name is given it; so is `head_dtype`, that of the model.
     """
     arguments = {}
     with suppress(Exception):  # of an engine that cannot be imported: Hydra says why
-        arguments = asked_for(locate(config.engine._target_), most_tokens=most_tokens)
+        offered = {"most_tokens": most_tokens, "head_dtype": OmegaConf.select(config, "model.head_dtype")}
+        arguments = asked_for(locate(config.engine._target_), **offered)
     return instantiate(config.engine, **arguments)
 
 

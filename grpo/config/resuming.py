@@ -42,10 +42,11 @@ NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is co
 SHOWN = ("grpo.training.callbacks.", "grpo.extras.")  # callbacks that do not change what a run learns
 LATER = "config_changes.yaml"  # beside config.yaml: a list of times, changes, and the whole configuration from then on
 NAME = re.compile(r"\b(?:grpo|tasks)(?:\.\w+)+")  # of a module, or of what is in it
-SLOTS = {  # of conf/, which an earlier version filled itself: by class, the name of its slot, and the function in it
-    "grpo.training.callbacks.checkpoint.Checkpoint": ("card", "grpo.extras.export.model_card.write_card"),
-    "grpo.models.pretrained.Pretrained": ("quantizer", "grpo.extras.quantized.quantized.quantize"),
-}
+SLOTS = (  # of conf/, which an earlier version filled itself or did not have: class, name of the slot, function in it
+    ("grpo.training.callbacks.checkpoint.Checkpoint", "card", "grpo.extras.export.model_card.write_card"),
+    ("grpo.models.pretrained.Pretrained", "quantizer", "grpo.extras.quantized.quantized.quantize"),
+    ("grpo.models.pretrained.Pretrained", "head", "grpo.extras.float32_head.head.in_float32"),
+)
 MISSING = object()
 
 
@@ -234,8 +235,9 @@ def with_slots(node: Any) -> Any:
     """Return a part of a configuration with the slots of its classes that it lacks, which it gets in place."""
     for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         with_slots(inner)
-    if isinstance(node, dict) and (slot := SLOTS.get(str(node.get("_target_")))):
-        node.setdefault(slot[0], {"_target_": slot[1], "_partial_": True})
+    for kind, slot, function in SLOTS:
+        if isinstance(node, dict) and node.get("_target_") == kind:
+            node.setdefault(slot, {"_target_": function, "_partial_": True})
     return node
 
 
@@ -263,8 +265,7 @@ def check_resumed(config: DictConfig) -> None:
         return
     from grpo.training.checkpoints import usable  # imports torch
 
-    path = Path(config.ckpt_path)
-    folder = folder_of(path)
+    folder = folder_of(path := Path(config.ckpt_path))
     config.ckpt_path = str(usable(path))
     changed = changes(config, folder) if (folder / "config.yaml").is_file() else []
     if other := [line for line in changed if line.startswith("optim.optimizer._target_=")]:
@@ -273,9 +274,8 @@ def check_resumed(config: DictConfig) -> None:
     saved = saved_config(folder) if changed else config
     before, now = ([*(one.optim.get("groups") or ())] for one in (saved, config))
     if before != now:
-        raise UserError(
-            f"optim.groups={now} (was {before}): the optimizer's state is kept by group; leave the patterns as they were"
-        )
+        fix = "the optimizer's state is kept by group; leave the patterns as they were"
+        raise UserError(f"optim.groups={now} (was {before}): {fix}")
     guarded = [line for line in changed if line.startswith(GUARDED) and not is_shown(line, config, saved)]
     listed = chosen_changes(changed, folder)
     if guarded and config.resume.changes != "allow":

@@ -47,8 +47,7 @@ def gpu_without_code() -> str | None:
     if not built or any(of <= card and (kind == "compute" or of[0] == card[0]) for kind, of in built):
         return None
     line = f"{torch.cuda.get_device_name()} has compute capability {card[0]}.{card[1]}, and torch was built for"
-    fix = "install a build that has it (up to 7.2 that for CUDA 12.6: https://download.pytorch.org/whl/cu126)"
-    return f"{line} {', '.join(arches)}: {fix}, take another card"
+    return f"{line} {', '.join(arches)}: install a build that has it (up to 7.2: for CUDA 12.6), take another card"
 
 
 def may_be_opened(node: str) -> bool:

@@ -287,7 +287,7 @@ def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
         "the run to resume had other settings: algo.surrogate.high=0.28 (was 0.2); leave them out, or set resume.changes=allow"
     )
     train(compose_config(*smoke(*resumed, "algo.surrogate.high=0.28", "resume.changes=allow")))
-    said = caplog.text.partition("resuming with other values: ")[2].strip().split(", ")
+    said = caplog.text.partition("resuming with other values: ")[2].partition("\n")[0].split(", ")
     changed = [
         "algo.surrogate.high=0.28 (was 0.2)",
         "optim.max_grad_norm=2 (was 1.0)",

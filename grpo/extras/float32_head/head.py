@@ -28,7 +28,7 @@ class Float32Head(nn.Linear):
     def forward(self, states: Tensor) -> Tensor:
         """Return logits, [..., V] float32. states: [..., hidden]."""
         rows = states.flatten(0, -2).to(self.weight.dtype)
-        logits = ExactProduct.apply(rows, self.weight).view(*states.shape[:-1], -1)
+        logits = ExactProduct.apply(rows, self.weight).view(*states.shape[:-1], len(self.weight))
         return logits if self.bias is None else logits + self.bias
 
     @staticmethod

@@ -52,7 +52,8 @@ class KernelsCallback(L.Callback):
         }
         of_attention = [attention, *(pair[1] for pair in of_parts.values() if pair)]
         self.used = tuple(kernel for kernel, used in ((FLEX, FLEX in of_attention), (LIGER, layers)) if used)
-        module.at_once = WithoutKernels(module.at_once.most, self.used)
+        if self.used:
+            module.at_once = WithoutKernels(module.at_once.most, self.used)
         log.info("kernels: %s", ", ".join(f"{part} {name}" for part, name in self.found.items()))
 
 

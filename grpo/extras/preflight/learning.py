@@ -172,8 +172,11 @@ def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:
             backward(probe.module, tokens.rows(rows.to(tokens.ids.device)), SCALE if half else 1.0)
 
     try:
-        # it goes on without a kernel that fails; the pieces are given, so less memory does not help
-        probe.module.at_once.fitting(added, optimizer.zero_grad, longest=probe.module.at_once.most)
+        if limit := getattr(probe.module, "at_once", None):  # it goes on without a kernel that fails
+            # the pieces are given, so that fewer tokens at once would not help
+            limit.fitting(added, optimizer.zero_grad, longest=limit.most)
+        else:  # a module of another kind
+            added()
         flat = [distributed.full(p.grad.detach()).flatten() for p in learned_by(optimizer) if p.grad is not None]
         return torch.cat([grad[:: math.ceil(len(grad) / SLICE)].float().cpu() for grad in flat])
     finally:

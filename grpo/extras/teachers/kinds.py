@@ -206,7 +206,9 @@ class Model(Teacher):
         self.loaded = (self.pretrained.outline() if imagined else self.pretrained.model()).requires_grad_(False)
         rows = policy.config.get_text_config().vocab_size
         if self.loaded.config.get_text_config().vocab_size > rows:  # the padding of its vocabulary has no probability
+            kind = type(self.loaded.get_output_embeddings())  # a head in float32, maybe, which the new one is then too
             self.loaded.resize_token_embeddings(rows).requires_grad_(False)
+            self.loaded.get_output_embeddings().__class__ = kind
 
     def own(self) -> list[Tensor]:
         beside = self.loaded.get_output_embeddings().parameters() if self.offload and self.compares else ()

@@ -29,7 +29,12 @@ def visiting(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
     except for a buffer that a pass has replaced.
     """
     parts = [held for part in model.modules() for held in (part._parameters, part._buffers)]
-    home = [(held, name, x) for held in parts for name, x in held.items() if x is not None and x.device != device]
+    home = [
+        (held, name, x)
+        for held in parts
+        for name, x in held.items()
+        if x is not None and x.device != device and not x.is_meta
+    ]
     there: dict[int, Tensor] = {}  # by the host's tensor: tied ones stay tied
     try:
         for held, name, x in home:

@@ -127,6 +127,7 @@ class LLM:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.model, self.weights, self.tokens = gpu, None, object(), object()
         self.llm_engine, self.names, self.left = self, count(), {}
+        self.model_config = SimpleNamespace(head_dtype=None)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
 
     def enqueue(self, inputs, params, **_) -> list[str]:
@@ -161,7 +162,7 @@ class Engine(VLLMEngine):
     """The real one around a vLLM that only says what it reads and writes."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.version, self.sleeps, self._asleep, self.recompute = None, False, False, True
+        self.version, self.sleeps, self._asleep, self.recompute, self.dtype = None, False, False, True, None
         self._lora_request, self.unwanted = None, set()
         self._llm = LLM(gpu)
         self._turns = Turns(self._llm)

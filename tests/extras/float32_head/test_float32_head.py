@@ -253,8 +253,15 @@ def test_one_side_alone_is_refused(ours, of_policy, theirs, of_vllm, line):
         check_head(model, getattr(torch, theirs), getattr(torch, of_vllm))
 
 
+def test_no_rows_have_no_logits_and_a_gradient():
+    head = in_float32(model_of("llama").bfloat16()).get_output_embeddings()
+    logits = head(torch.zeros(0, head.in_features, dtype=torch.bfloat16, requires_grad=True))
+    logits.sum().backward()
+    assert logits.shape == (0, head.out_features) and not head.weight.grad.any()
+
+
 @pytest.mark.parametrize(
-    ("engine", "teacher"), [("auto", "model"), ("vllm_shared", "several"), ("vllm_server", "none")]
+    ("engine", "teacher"), [("vllm", "model"), ("vllm_shared", "several"), ("vllm_server", "none")]
 )
 def test_the_setting_reaches_every_engine_and_teacher(engine, teacher):
     config = compose_config(f"engine={engine}", f"teacher={teacher}")

@@ -97,7 +97,7 @@ def plan_of(
         samples=plan.prompts * plan.group_size,
         max_tokens=plan.sampling.max_tokens,
         updates=plan.num_rollouts * algorithm.updates_per_rollout,
-        tokens_per_microbatch=probe.module.at_once.most,
+        tokens_per_microbatch=probe.module.optim.tokens_at_once(probe.module.device.type),
         rows=len(train),
         passes=plan.num_rollouts * plan.prompts / len(train),
         evaluations=times,
