@@ -87,11 +87,12 @@ def test_names_of_an_earlier_version_are_those_of_now(run):
 
 
 def test_a_slot_that_the_code_filled_before_is_filled(run):
-    """A run of before, whose checkpoints had a model card, has no key for it."""
+    """A run of before, whose checkpoints had a model card, has no key for it, and none for a head in float32."""
     saved = OmegaConf.load(run / "config.yaml")
-    card = saved.callbacks.checkpoint.pop("card")
+    card, head = saved.callbacks.checkpoint.pop("card"), saved.model.pop("head")
     OmegaConf.save(saved, run / "config.yaml")
     assert card == saved_config(run).callbacks.checkpoint.card == resumed(run).callbacks.checkpoint.card
+    assert head == resumed(run, "model.head_dtype=float32").model.head
     saved.callbacks.checkpoint.card = None  # somebody wants none
     OmegaConf.save(saved, run / "config.yaml")
     assert saved_config(run).callbacks.checkpoint.card is None

@@ -201,12 +201,16 @@ def test_a_copy_a_teacher_and_a_saved_model_have_it(toy, tmp_path):
     assert type(given.model().lm_head) is type(given.model().lm_head) is Float32Head
 
 
-def test_a_teacher_with_more_rows_keeps_it(toy, tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_teacher_with_more_rows_keeps_it(toy, tmp_path, tied):
     """Its padding of the vocabulary is cut off, by which transformers makes another head."""
     from grpo.extras.teachers.kinds import Model
 
     policy = Pretrained(str(toy)).model()
     wide = Pretrained(str(toy)).model()
+    if not tied:
+        wide.config.tie_word_embeddings = False
+        wide.lm_head.weight = torch.nn.Parameter(wide.lm_head.weight.detach().clone())
     wide.resize_token_embeddings(policy.config.vocab_size + 8)
     wide.save_pretrained(tmp_path)
     teacher = Model(Pretrained(str(tmp_path), head_dtype="float32", head=in_float32))
