@@ -12,13 +12,16 @@ from torch import nn, tensor
 
 from grpo.engines.builtin.engine import TransformersEngine, cache_for
 from grpo.engines.builtin.llama import LlamaCache
+from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.settings import check_head
 from grpo.extras.float32_head import head as float32_head
 from grpo.extras.float32_head.head import Float32Head, in_float32
+from grpo.extras.preflight.imagined import in_sampling
 from grpo.extras.teachers.divergence import Distributions
 from grpo.models import head
 from grpo.models.policy import Reference, with_adapter
 from grpo.models.pretrained import InMemory, Pretrained
+from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 
 STATES = tensor([[16.0, 1.0], [2.0, 0.0]], dtype=torch.bfloat16)
@@ -255,6 +258,15 @@ def test_one_side_alone_is_refused(ours, of_policy, theirs, of_vllm, line):
         return check_head(model, getattr(torch, theirs), getattr(torch, of_vllm))
     with pytest.raises(UserError, match=f"^{line}.*; set model.head_dtype=float32, and leave engine.args.hf_overrides"):
         check_head(model, getattr(torch, theirs), getattr(torch, of_vllm))
+
+
+def test_the_forecast_of_a_rollout_counts_logits_in_float32():
+    """1,024 rows are sampled at once, which takes more than to read 8 prompts; each logit has two bytes more."""
+    plan, sizes = Plan(8, 128, 1, Sampling(4)), []
+    for ready in (lambda model: model, in_float32):
+        model = ready(model_of("llama").bfloat16())
+        sizes.append(in_sampling(model, torch.bfloat16, plan, 1, [*model.parameters()]))
+    assert sizes[1] - sizes[0] == 2 * 1024 * model.config.vocab_size
 
 
 def test_no_rows_have_no_logits_and_a_gradient():
