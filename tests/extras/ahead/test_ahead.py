@@ -21,6 +21,7 @@ from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.extras.ahead.chain import Chain
+from grpo.extras.ahead.copies import holding
 from grpo.extras.ahead.order import staleness_of
 from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.rollouts import Rollout
@@ -283,6 +284,15 @@ def test_a_copy_of_a_version_stays_as_it_is_when_the_policy_learns():
     chain.learned(1, policy, print)
     torch.nn.init.constant_(policy.weight, 5.0)
     assert chain.copies[1].weight.item() == 1
+
+
+def test_a_policy_that_lends_older_weights_to_the_engine_gets_its_own_back():
+    policy = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(policy.weight, 5.0)
+    with pytest.raises(OSError, match="lost"), holding(policy, {"weight": torch.ones(1, 1)}):
+        assert policy.weight.item() == 1
+        raise OSError("the engine is lost")
+    assert policy.weight.item() == 5
 
 
 def test_a_checkpoint_has_the_weights_of_the_rollout_in_play():

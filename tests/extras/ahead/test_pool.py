@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import lightning as L
@@ -12,19 +13,23 @@ import pytest
 from helpers.runs import learned
 from helpers.slots import Halves, Talk
 
+from grpo.data.prompts import Uniform
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
+from grpo.env.tokens import Completion, Turn
+from grpo.env.types import Reward, Trajectory
 from grpo.extras.ahead.check import one_by_one
 from grpo.extras.ahead.pool import Flight, Pool
 from grpo.extras.selection.selection import Dynamic
 from grpo.rollout.draw import Everything
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
-from grpo.rollout.types import Plan
+from grpo.rollout.types import Group, Plan, Sample
 from grpo.runs.run import Run
 from grpo.system.errors import RolloutError, UserError
 from grpo.system.seeds import TRAIN, derive_seed
+from grpo.system.stopping.stop import Stop
 
 HALVES = {"_target_": "helpers.slots.Halves"}  # 40 questions
 READY = "rollout.order=ready engine._target_=helpers.slots.Streams"
@@ -37,7 +42,8 @@ def run(smoke, tmp_path):
 
     def run(*overrides: str, folder: str = "run", task=HALVES) -> tuple[list[dict[str, float]], pd.DataFrame]:
         settings = f"""algo.old_policy=rollout eval.every=0 engine=transformers rollout.num_rollouts=6 rollout.prompts=2
-            engine._target_=helpers.slots.Apart callbacks=[samples] output_dir={tmp_path / folder}""".split()
+            engine._target_=helpers.slots.Apart callbacks=[samples] rollout.patience=60
+            output_dir={tmp_path / folder}""".split()
         words = [word for text in overrides for word in text.split()]
         (tmp_path / folder).mkdir(exist_ok=True)
         learned(smoke(*settings, *words), task)
@@ -160,6 +166,72 @@ def test_groups_that_are_issued_again_have_the_seeds_of_their_places(tmp_path):
     Pool(rollouts, None)._play([Flight((5, 2), "third", begun=5), Flight((5, 3), "fourth", begun=5)])
     places = {"third": 2, "fourth": 3}
     assert seen == [(name, [derive_seed(7, TRAIN, 5, place, s, 1) for s in range(2)]) for name, place in places.items()]
+
+
+class Unplayed:
+    """In place of a thread that plays groups: it goes on for ever."""
+
+    def __init__(self, play) -> None:
+        self.failure, self.future = None, Future()
+
+
+@pytest.fixture
+def pool(monkeypatch, tmp_path):
+    """Makes a pool with ahead=1, two prompts a rollout, whose groups nobody plays. Version 0 has issued rollouts 0 and 1."""
+    monkeypatch.setattr("grpo.extras.ahead.pool.Background", Unplayed)
+
+    def pool(recipe: str = "", issued: bool = True) -> Pool:
+        plan = Plan(2, 1, 9, Sampling(4), ahead=1, order="ready", max_staleness=2, stale="drop")
+        sampler = Uniform([{"number": number} for number in range(20)], size=2, seed=0)
+        made = Pool(
+            Rollouts(plan, None, sampler, TransformersEngine(), None, None, str(tmp_path), 7, recipe=recipe), Stop()
+        )
+        if issued:
+            made._issue(0)
+        return made
+
+    return pool
+
+
+def sampled(flight: Flight, *versions: int) -> tuple[Group, float]:
+    """Return the group of a flight, one sample of a token by each version, and its seconds."""
+    turn = Turn((1,), Completion(versions, (-1.0,) * len(versions), "stop", versions))
+    return [Sample(flight.example, Trajectory(()), (turn,), Reward(0.0, False))], 1.5
+
+
+def test_a_group_is_as_old_as_its_oldest_token_and_comes_again_once(pool):
+    """At update 3 the oldest tokens of two groups are 3 and 2 versions old; 2 is the bound. The new one is due at update 5."""
+    pool = pool()
+    assert {key: flight.begun for key, flight in pool.flights.items()} == {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 0}
+    pool._issue(1)
+    assert pool.flights[2, 0].begun == 1
+    old, young = pool.flights[0, 0], pool.flights[0, 1]
+    pool.finished = {old.key: sampled(old, 0, 3), young.key: sampled(young, 1, 3)}
+    pool._resample(3)
+    assert pool.again == 1 and [*pool.finished] == [young.key]
+    assert pool.flights[old.key] == Flight(old.key, old.example, begun=3, tries=1)
+    assert {waiting.key: waiting.deadline for waiting in pool._waiting() if waiting.deadline is not None} == {
+        old.key: 5
+    }
+    pool.finished[old.key] = sampled(old, 0, 3)
+    pool._resample(3)
+    assert pool.again == 1 and len(pool.finished) == 2
+
+
+def test_a_checkpoint_has_the_groups_that_are_finished_and_the_places_of_those_in_flight(pool):
+    """One group is with the update, one is finished and two are in flight. With another recipe all four are sampled again."""
+    before, resumed, other = pool(), pool(issued=False), pool("another", issued=False)
+    flights = {**before.flights}
+    learning, finished = sampled(flights[0, 0], 0), sampled(flights[1, 1], 0)
+    before.taken = {(0, 0): (before.flights.pop((0, 0)), learning)}
+    before.finished = {(1, 1): finished}
+    for after in (resumed, other):
+        after.load_state_dict(before.state_dict(), learned=1)
+        assert after.issued == 2 and {key: flight.example for key, flight in after.flights.items()} == {
+            key: flight.example for key, flight in flights.items()
+        }
+    assert resumed.finished == {(0, 0): learning, (1, 1): finished} and other.finished == {}
+    assert [resumed.flights[key].begun for key in ((0, 0), (1, 1), (0, 1), (1, 0))] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("order", [pytest.param("exact", marks=pytest.mark.slow), "ready"])
