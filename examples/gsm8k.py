@@ -10,6 +10,7 @@ import lightning as L
 from torch.optim import AdamW
 from transformers import get_scheduler
 
+from grpo.apps.try_algorithm import check_algorithm
 from grpo.data.prompts import Uniform
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
@@ -19,7 +20,6 @@ from grpo.models.pretrained import Pretrained
 from grpo.objectives.advantage import group_advantages
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip
-from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Plan
 from grpo.runs.loggers import MetricsTable

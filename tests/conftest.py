@@ -163,7 +163,7 @@ def with_algorithm(*overrides: str) -> DictConfig:
 @functools.cache
 def preset(*overrides: str) -> "Algorithm":
     """The algorithm of a command line, after the checks that train.py makes."""
-    from grpo.objectives.refusals import check_algorithm
+    from grpo.apps.try_algorithm import check_algorithm
 
     config = with_algorithm(*overrides)
     plan = config.rollout

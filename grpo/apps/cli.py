@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from grpo.apps.leave_early import leave_early
 from grpo.config.appendix import of_appendix
 from grpo.config.composing import composed, with_new_names
 from grpo.config.early import check_early, check_unused, without_grader
@@ -43,7 +44,6 @@ from grpo.system.files import FULL, write_text
 from grpo.system.output.console import quiet_pipe, to_logs
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
 from grpo.system.ranges import flat
-from grpo.system.stopping.early import leave_early
 
 if TYPE_CHECKING:  # --help needs no torch
     from grpo.models.pretrained import Pretrained

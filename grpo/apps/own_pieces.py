@@ -1,22 +1,25 @@
 """Tries the algorithm, and the user's own sampler, selection, player, engine and callbacks on made-up input, before a model is
 loaded."""
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from grpo.apps.try_algorithm import advice, check_algorithm
 from grpo.config.explain import with_keys
 from grpo.data.prompts import Sampler, Uniform
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, Example, Reward, State, Step, Trajectory
 from grpo.objectives.algorithm import Algorithm
-from grpo.objectives.refusals import advice, check_algorithm
 from grpo.rollout.draw import Draw, Selection
 from grpo.rollout.types import Group, Plan, Sample
-from grpo.system.output.users_code import check_call, is_own, trying
+from grpo.system.errors import UserError, error_line
+from grpo.system.output.users_code import code_name, is_own, of_user
 
 SAMPLER = "draw(rollout, count, first), progress(rollouts), and observe([(example, rewards), ...]) if it is there"
 PLAY = ("task", "examples", "group_size", "engine", "renderer", "sampling", "seed", "limits")
@@ -106,3 +109,28 @@ def check_own(play: Any, engine: Any, callbacks: Sequence[Any], base: type) -> N
                 wanted = base.__dict__[hook].__code__.co_varnames[1 : base.__dict__[hook].__code__.co_argcount]
                 given = len(wanted) - len(base.__dict__[hook].__defaults__ or ())
                 check_call("callbacks", callback, hook, wanted[:given])
+
+
+@contextmanager
+def trying(key: str, code: Any, gets: str) -> Iterator[None]:
+    """Raise UserError, with the place of the user's code, for what it raises on made-up input. gets: its arguments, in words."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(
+            f"{key}{of_user(code, error)} fails on made-up input: {error_line(error)}; it gets {gets}"
+        ) from error
+
+
+def check_call(key: str, code: Any, method: str, names: Sequence[str]) -> None:
+    """Raise UserError unless the user's code can be called, or its method, with as many arguments as there are names."""
+    function = getattr(code, method, None) if method else code
+    if not callable(function):
+        raise UserError(f"{key} ({code_name(code)}) has no method {method}({', '.join(names)})")
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        line = f"{key} ({code_name(code)}): {method or 'it'} must take ({', '.join(names)})"
+        raise UserError(f"{line}: {error}") from error

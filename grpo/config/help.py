@@ -4,12 +4,14 @@ Each phrase of the text is a comment in conf/: for a group, beside its line in t
 algo/grpo.yaml, for an axis of an algorithm); for an option, at the top of its file; for a key, beside the key.
 """
 
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -18,7 +20,7 @@ from grpo.config.composing import CONF, composed, options
 from grpo.config.explain import known_keys, no_key
 from grpo.config.validation import kinds
 from grpo.system.errors import UserError
-from grpo.system.ranges import compact
+from grpo.system.ranges import Range, spelled
 
 WIDTH = 100
 HARD = "\xa0"  # a space at which no line ends
@@ -173,3 +175,15 @@ def row(left: str, phrase: str, column: int) -> Iterator[str]:
         left = ""
     for i, line in enumerate(words or [""]):
         yield f"{'' if i else left:<{column}}{line}".rstrip()
+
+
+def compact(kind: Any) -> str:
+    """Return the range of an annotation compactly, as `integer >= 1`; "" if it has none."""
+    for member in (kind, *get_args(kind)):
+        bounds = next((part for part in get_args(member) if isinstance(part, Range)), None)
+        if bounds is not None:
+            if bounds.high >= 10**9:  # only what a float, a seed or a thread can hold
+                bounds = replace(bounds, high=math.inf)
+            noun = spelled(get_args(member)[0]).partition(" ")[2]
+            return f"{noun} {bounds.words('>=', '>', '<=', '<')}"
+    return ""

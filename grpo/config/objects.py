@@ -36,7 +36,8 @@ def given(key: str, type: str) -> Any:
 
 def model_given(path: str, **settings: Any) -> "Pretrained":
     """Return the model that a call was given; where there is none, or for another path, the model in that folder."""
-    from grpo.models.pretrained import InMemory, Pretrained
+    from grpo.config.in_memory import InMemory  # imports torch
+    from grpo.models.pretrained import Pretrained
 
     model = OBJECTS.get("model")
     if model is None or model.name_or_path != path:

@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
 from numbers import Integral, Real
@@ -142,18 +142,6 @@ def spelled(kind: Any) -> str:
         limits = [f"each {part} {spelled(annotation)}" for part, annotation in typed if annotation not in (Any, str)]
         return ", ".join([noun, *limits])
     return NOUNS.get(origin, "a value")
-
-
-def compact(kind: Any) -> str:
-    """Return the range of an annotation compactly, as `integer >= 1`; "" if it has none."""
-    for member in (kind, *get_args(kind)):
-        bounds = next((part for part in get_args(member) if isinstance(part, Range)), None)
-        if bounds is not None:
-            if bounds.high >= 10**9:  # only what a float, a seed or a thread can hold
-                bounds = replace(bounds, high=math.inf)
-            noun = spelled(get_args(member)[0]).partition(" ")[2]
-            return f"{noun} {bounds.words('>=', '>', '<=', '<')}"
-    return ""
 
 
 def as_yaml(value: Any) -> str:

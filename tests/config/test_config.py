@@ -16,11 +16,11 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from grpo.apps.cli import flat
+from grpo.apps.try_algorithm import check_algorithm
 from grpo.config.composing import CONF, options
 from grpo.config.composing import composed as compose_line
 from grpo.config.help import OURS, WIDTH, first_line, phrases_of
 from grpo.config.overview import help_text
-from grpo.objectives.refusals import check_algorithm
 from grpo.system.errors import UserError
 
 GROUPS = (*VALUES, "recipe", "source", "sweep", "experiment", "preflight")

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import Phi3Config
 
 from grpo.apps.cli import check_model
+from grpo.config.in_memory import InMemory
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message
-from grpo.models.pretrained import InMemory, Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -12,6 +12,7 @@ from helpers.learning import GROUPS, batch_of, episode, fresh, make_module, roll
 from peft import LoraConfig
 from torch import tensor
 
+from grpo.apps.try_algorithm import check_algorithm
 from grpo.env.types import Reward
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
@@ -20,7 +21,6 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
-from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.draw import Everything
 from grpo.rollout.types import Sample

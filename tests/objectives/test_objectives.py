@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, preset
 from torch import tensor
 
+from grpo.apps.try_algorithm import advice, check_algorithm
 from grpo.extras.losses import importance
 from grpo.extras.losses.baselines import alp, best_only, gdpo, gpg, length_penalty, length_weighted, max_rl
 from grpo.extras.losses.turns import remax
@@ -20,7 +21,6 @@ from grpo.objectives.batch import Scores
 from grpo.objectives.entropy import EntropyBonus, EntropyController
 from grpo.objectives.kl import k1, k2, k3
 from grpo.objectives.loss import clip, off_policy_keep, policy_log_ratio, reinforce, token_weights
-from grpo.objectives.refusals import advice, check_algorithm
 from grpo.objectives.shaping import overlong_penalty
 from grpo.objectives.trial import even_batch
 from grpo.system.errors import UserError

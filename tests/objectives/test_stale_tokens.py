@@ -20,6 +20,7 @@ from conftest import preset
 from helpers.learning import episode, fresh, make_module, rollout
 from torch import Tensor, tensor
 
+from grpo.apps.try_algorithm import check_algorithm
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, Trajectory
 from grpo.extras.teachers.distillation import iw_opd, topd, vopd
@@ -28,7 +29,6 @@ from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip, reinforce
-from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Sample
 from grpo.rollout.versions import with_staleness

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from grpo.config.help import compact
 from grpo.system.errors import UserError
-from grpo.system.ranges import Count, NonNegative, Positive, Range, ShareBelow1, accepts, compact, enforced, require
+from grpo.system.ranges import Count, NonNegative, Positive, Range, ShareBelow1, accepts, enforced, require
 
 PART = {"_target_": "a.b"}
 

@@ -16,7 +16,7 @@ from grpo.system.stopping.stop import Stop
 
 BEGIN = """
 import ctypes, time
-from grpo.system.stopping.early import leave_early
+from grpo.apps.leave_early import leave_early
 from grpo.system.stopping.stop import Stop
 def in_c():
     mutex, libc, words = (ctypes.c_char * 64)(), ctypes.CDLL(None), ["begins"]

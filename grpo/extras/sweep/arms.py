@@ -33,7 +33,7 @@ def check_arms(arms: Mapping[str, DictConfig]) -> None:
 
 def check_built(config: DictConfig) -> None:
     """Build what needs neither rows nor a model, and check that it fits together. Raises UserError."""
-    from grpo.objectives.refusals import check_algorithm
+    from grpo.apps.try_algorithm import check_algorithm
 
     plan, algorithm = instantiate(config.rollout), instantiate(config.algo)
     instantiate(config.eval)

@@ -14,11 +14,11 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import Estimate
 from grpo.extras.health.callback import Health
 from grpo.extras.health.waiting import about_waits
+from grpo.extras.terminal.evaluations import history, result_lines, sparkline
 from grpo.extras.terminal.summary import NEEDED, clock, summary
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT

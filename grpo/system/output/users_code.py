@@ -5,13 +5,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.system.errors import UserError, error_line
 from grpo.system.root import PACKAGE, ROOT
 
 OURS = [PACKAGE, *(ROOT / name for name in ("tasks", "hydra_plugins", "train.py", "eval.py"))]
@@ -60,31 +57,6 @@ def file_line(file: str, line: int) -> str:
     """Return FILE.py:LINE, below the current folder without what leads there."""
     path = Path(file)
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
-
-
-@contextmanager
-def trying(key: str, code: Any, gets: str) -> Iterator[None]:
-    """Raise UserError, with the place of the user's code, for what it raises on made-up input. gets: its arguments, in words."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # a user's code may raise anything
-        raise UserError(
-            f"{key}{of_user(code, error)} fails on made-up input: {error_line(error)}; it gets {gets}"
-        ) from error
-
-
-def check_call(key: str, code: Any, method: str, names: Sequence[str]) -> None:
-    """Raise UserError unless the user's code can be called, or its method, with as many arguments as there are names."""
-    function = getattr(code, method, None) if method else code
-    if not callable(function):
-        raise UserError(f"{key} ({code_name(code)}) has no method {method}({', '.join(names)})")
-    try:
-        inspect.signature(function).bind(*names)
-    except TypeError as error:
-        line = f"{key} ({code_name(code)}): {method or 'it'} must take ({', '.join(names)})"
-        raise UserError(f"{line}: {error}") from error
 
 
 def of_user(code: Any, error: BaseException) -> str:

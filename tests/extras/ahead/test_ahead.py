@@ -16,6 +16,7 @@ from helpers.runs import VARIED, learned, state
 from helpers.runs import rows as all_rows
 from helpers.slots import Apart, Halves, Streams, Varied
 
+from grpo.apps.try_algorithm import check_algorithm
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
@@ -23,7 +24,6 @@ from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.extras.ahead.chain import Chain
 from grpo.extras.ahead.copies import holding
 from grpo.extras.ahead.order import staleness_of
-from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.run import Run

@@ -10,6 +10,7 @@ from conftest import compose_config
 from helpers.models import SIZES, batch_of, measured, model_of
 from torch import nn, tensor
 
+from grpo.config.in_memory import InMemory
 from grpo.engines.builtin.engine import TransformersEngine, cache_for
 from grpo.engines.builtin.llama import LlamaCache
 from grpo.engines.protocol import Sampling
@@ -20,7 +21,7 @@ from grpo.extras.preflight.imagined import in_sampling
 from grpo.extras.teachers.divergence import Distributions
 from grpo.models import head
 from grpo.models.policy import Reference, with_adapter
-from grpo.models.pretrained import InMemory, Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
 

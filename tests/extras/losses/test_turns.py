@@ -9,13 +9,13 @@ from conftest import preset
 from helpers.learning import GROUPS, fresh, make_module, rollout
 from torch import tensor
 
+from grpo.apps.try_algorithm import check_algorithm
 from grpo.env.intake import observation
 from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.extras.losses.turns import RoleBaseline, gigpo, optimal_token, peers, remax, returns, turn_returns
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip
-from grpo.objectives.refusals import check_algorithm
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
 

@@ -8,11 +8,12 @@ from helpers.models import PROMPTS, SIZES, agree, batch_of, disturb, gap_now, mo
 from torch import nn
 
 from grpo.apps.cli import check_model
+from grpo.config.in_memory import InMemory
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.weights import checkpoint
 from grpo.extras.quantized.quantized import Quantized, quantize
 from grpo.models.policy import with_adapter
-from grpo.models.pretrained import InMemory, Pretrained
+from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError
 
 functional = pytest.importorskip("bitsandbytes.functional")  # the environment of vLLM lacks it

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from grpo.env.messages import Message
 from grpo.env.types import Action, Reward, State, Step, Trajectory
-from grpo.evaluation.display import history
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
 from grpo.extras.terminal.callback import Terminal, sample_panel, status
+from grpo.extras.terminal.evaluations import history
 from grpo.extras.terminal.summary import summary
 from grpo.rollout.types import Sample
 from grpo.runs.run import Run

@@ -1,9 +1,9 @@
-"""Evaluations shown in the terminal."""
+"""Evaluations shown in the terminal: their lines, and the table."""
 
 import math
 
-from grpo.evaluation.display import history, result_lines, sparkline
 from grpo.evaluation.intervals import Estimate
+from grpo.extras.terminal.evaluations import history, result_lines, sparkline
 
 
 def test_a_table_of_evaluations_with_other_metrics_each():
