@@ -79,13 +79,13 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
         policy, make = with_adapter(model, instantiate(config.adapter)), instantiate(config.module)
         return make(policy, algorithm, optim, plan.sampling.temperature, plan.num_rollouts, seed)
 
-    sizes = of_appendix("preflight.forecast.Sizes", NoSizes)(
+    kernels.sizes = sizes = of_appendix("forecast.sizes.Sizes", NoSizes)(
         module, pretrained, plan, engine, lambda: longest_prompt(prompt_limit, task, examples["train"], renderer)
     )
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=loggers, needs=sizes.needed)
     optim, parts = sizes.fitted(optim, trainer)
-    forecast = of_appendix("preflight.forecast.forecast", no_forecast)
-    preflight.parts = forecast(sizes, trainer, parts, shown=bool(config.forecast) and first)
+    forecast = of_appendix("forecast.forecast.forecast", no_forecast)
+    kernels.parts = preflight.parts = forecast(sizes, trainer, parts, shown=bool(config.forecast) and first)
     if config.forecast == "only":
         return None, None
     save_config(config)

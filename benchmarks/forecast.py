@@ -85,7 +85,7 @@ def measure(folder: str, settings: Sequence[str]) -> dict:
     from train import train
 
     quiet()
-    lines, log = Lines(), logging.getLogger("grpo.extras.preflight.forecast")
+    lines, log = Lines(), logging.getLogger("grpo.extras.forecast.forecast")
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     plain = ["rollout.num_rollouts=2", "eval.every=0", "preflight=off", "callbacks=none", "logger=csv", "trainer=cpu"]

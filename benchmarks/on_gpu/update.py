@@ -14,8 +14,8 @@ from torch._dynamo import utils as compiler
 
 from grpo.config.composing import composed
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.extras.forecast.sizes import Sizes
 from grpo.extras.kernels.callback import KernelsCallback
-from grpo.extras.preflight.forecast import Sizes
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.training.batch import RolloutBatch

@@ -182,7 +182,7 @@ def check_run(config: DictConfig, first: bool, overrides: Sequence[str]) -> None
             raise UserError("task=none is for samples that others play: give a task, or source=atropos or file")
         config.eval.every = 0
     if config.get("device"):
-        of_appendix("preflight.cards.on_paper", no_card)(config)
+        of_appendix("forecast.cards.on_paper", no_card)(config)
     keep_secrets(config)
     processes = config.trainer.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     if processes and not any(word.startswith(("hydra.run.dir=", "output_dir=")) for word in [*sys.argv, *overrides]):

@@ -70,8 +70,9 @@ class UpdatePart(Protocol):
         """Return the models that compute in this process for it. Asked on the meta device."""
         return []
 
-    def own(self) -> list[Tensor]:
-        """Return the tensors that it holds in memory beside the module's."""
+    def own(self, phase: str = "") -> list[Tensor]:
+        """Return the tensors that it holds beside the module's: always (""), in an update alone ("update"), while it scores a
+        rollout, before there are gradients ("scoring"), or in the CPU's memory, pinned for a GPU ("host")."""
         return []
 
     def imagined(self, batch: TokenBatch, layout: Layout) -> Reader | None:

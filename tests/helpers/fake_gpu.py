@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.extras.forecast.imagined import computing_as_on, fullest, imagined, minibatch
+from grpo.extras.forecast.sizes import CONTEXT
 from grpo.extras.kernels.flex import FlexKernel
-from grpo.extras.preflight.forecast import CONTEXT
-from grpo.extras.preflight.imagined import fullest, head_as_on, imagined, minibatch
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.packing import microbatches
 from grpo.training import meter
@@ -173,7 +173,7 @@ def update(command: Sequence[str], size: int, again: bool) -> Found:
         batch = replace(batch, reference_logprobs=zeros) if module.algorithm.kl.needs_reference else batch
         allocator.most_allocated = 0
         low = torch.autocast("cpu", MIXED.get(precision), enabled=precision in MIXED, cache_enabled=False)
-        with head_as_on("cuda"), low, recomputing(module.policy, again):
+        with computing_as_on("cuda"), low, recomputing(module.policy, again):
             module.gradients(batch, 0.0)
         optimizer.step()
     reserve = held.pop("reserve")

@@ -21,8 +21,10 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
 from grpo.engines.room import Room
 from grpo.extras.devices.strategy import Strategy
-from grpo.extras.preflight.cards import VLLMOnPaper, trainer_on
-from grpo.extras.preflight.forecast import Part, Sizes, forecast, in_phases
+from grpo.extras.forecast.cards import VLLMOnPaper, trainer_on
+from grpo.extras.forecast.forecast import forecast
+from grpo.extras.forecast.parts import Part, in_phases
+from grpo.extras.forecast.sizes import Sizes
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.types import Plan
@@ -142,8 +144,8 @@ def chosen(recipe: Recipe, vllm: bool) -> Chosen:
     with run_of(recipe.command) as run:
         engine = Noted(run.config.engine.get("sleeps")) if vllm else TransformersEngine()
         strategy = Strategy("fsdp2") if recipe.gpus > 1 else None
-        precision = run.config.trainer.precision
-        trainer, parts = trainer_on(f"{recipe.size}GB", precision, recipe.gpus, strategy=strategy), None
+        precision, card = run.config.trainer.precision, "t4" if "T4" in recipe.name else f"{recipe.size}GB"
+        trainer, parts = trainer_on(card, precision, recipe.gpus, strategy=strategy), None
         if recipe not in DECIDED:
             DECIDED[recipe], parts = run.sizes(engine).fitted(run.optim, trainer)
         optim = DECIDED[recipe]

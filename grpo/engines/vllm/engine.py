@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from grpo.engines.context import Bound, bounded
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.engines.room import Room
+from grpo.engines.room import WORK, Room
 from grpo.engines.vllm.errors import short_errors
 from grpo.engines.vllm.package import import_vllm, mend_cpu_build
 from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_draft, check_head, params_of, params_of_each
@@ -107,8 +107,7 @@ class VLLMEngine:
         self.context: int | None = None
         self._path = path
         # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
-        has_share = not args.keys().isdisjoint({"gpu_memory_utilization", "kv_cache_memory_bytes"})
-        fixed = current_platform.is_cpu() or has_share
+        fixed = current_platform.is_cpu() or bool(args.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"})
         self._fits, self._given_sleeps = not fixed, sleeps
         if devices * nodes == 1 and fixed:
             self._open()
@@ -121,13 +120,13 @@ class VLLMEngine:
         if self._fits:
             taken["gpu_memory_utilization"], self.sleeps = room.share(self._given_sleeps)
             taken |= sleeping(self.sleeps)
+        elif cache := taken.get("kv_cache_memory_bytes"):
+            taken["gpu_memory_utilization"] = (room.weights + WORK + cache) / room.total
         if room.lacks(share := taken["gpu_memory_utilization"]):
             way_out = "set engine=vllm_shared or engine=transformers, or what needs less memory (docs/hardware.md)"
             log.warning("engine: the run leaves vLLM %.0f%% of the GPU, which is too little: %s", 100 * share, way_out)
-        return self._held(round(share * room.total), room)
-
-    def _held(self, size: int, room: Room) -> dict[str, int]:
-        return {"rollout" if self.sleeps else "": size}
+        size, stays = round(share * room.total), {} if self.apart else {"": room.weights}  # the policy's own
+        return stays | {"rollout": size - sum(stays.values())} if self.sleeps else {"": size}
 
     def _open(self) -> None:
         """Build vLLM, on all ranks at the same time."""

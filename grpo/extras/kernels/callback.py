@@ -1,6 +1,7 @@
 """KernelsCallback: chooses the kernels of the update before the first rollout, logs them, and lets the run go on without one."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -21,13 +22,17 @@ class KernelsCallback(L.Callback):
     compiled before the first update. It comes before PreflightCallback.
 
     wanted: `model.kernels`. Raises UserError if it cannot be fulfilled. Mutable: found, what the run uses, by part; used, which
-    of it may fail later.
+    of it may fail later; lost, the names of what has failed when memory was last counted; sizes, parts: of the forecast.
     """
+
+    sizes: Any = None
+    parts: Sequence[Any] = ()
 
     def __init__(self, wanted: Kernels) -> None:
         takes_liger(wanted, torch.cuda.is_available(), is_installed())
         self.wanted, self.found, self.used = wanted, {}, ()
         packing.ON_GPU[:] = [FLEX]
+        self.lost = lost()
 
     def facts(self) -> dict[str, Any]:
         """Return what is known for the manifest: `failed` has the kernels that the run went on without, with the reasons."""
@@ -38,6 +43,8 @@ class KernelsCallback(L.Callback):
         if not hasattr(module, "layout"):  # no GRPOModule
             return
         on_gpu = module.device.type in token_scores.forward.devices
+        if self.parts:
+            self.again = self.sizes.again(trainer, self.parts)
         begins = first_said("kernels: compiling and comparing attention, head and layers", said=not on_gpu)
         with begins, trainer.precision_plugin.forward_context():
             layers = use_liger(module.policy, self.wanted)
@@ -52,9 +59,22 @@ class KernelsCallback(L.Callback):
         }
         of_attention = [attention, *(pair[1] for pair in of_parts.values() if pair)]
         self.used = tuple(kernel for kernel, used in ((FLEX, FLEX in of_attention), (LIGER, layers)) if used)
-        if self.used:
-            module.at_once = WithoutKernels(module.at_once.most, self.used)
+        if self.used or on_gpu:
+            module.at_once = WithoutKernels(module.at_once.most, self.used, self.recount)
         log.info("kernels: %s", ", ".join(f"{part} {name}" for part, name in self.found.items()))
+        self.recount()
+
+    def recount(self) -> None:
+        """Log what an update takes by the forecast if a kernel has failed since memory was counted. Called between updates."""
+        before, self.lost = self.lost, lost()
+        if self.parts and self.lost != before:
+            log.warning("memory: without %s an update takes by the forecast %s", " and ".join(self.lost), self.again())
+
+
+def lost() -> list[str]:
+    """Return the names of the kernels that have failed in this process."""
+    head = token_scores.forward.failed or token_scores.backward.failed
+    return [*(kernel.name for kernel in (FLEX, LIGER) if kernel.failed), *["the compiled head"] * head]
 
 
 def _name(choice: str | FlexKernel | None) -> str:

@@ -6,7 +6,7 @@ ends the attempt, and the gradients of the whole update are made again.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -60,9 +60,10 @@ class Replaceable:
 
 @dataclass
 class WithoutKernels(TokensAtOnce):
-    """The limit of a run whose kernels may fail in an update. kernels: those that the run uses."""
+    """The limit of a run whose kernels may fail in an update. kernels: those that it uses. made: called after each update."""
 
     kernels: tuple[Replaceable, ...] = ()
+    made: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def fitting(self, gradients: Callable[[], T], zero_grad: Callable[[], None], longest: int) -> T:
         """Return what TokensAtOnce does. If a kernel fails, drop what the attempt added, and make it again without the kernel.
@@ -72,7 +73,7 @@ class WithoutKernels(TokensAtOnce):
         while True:
             used = [each for each in self.kernels if not each.failed]
             try:
-                return super().fitting(gradients, zero_grad, longest)
+                result = super().fitting(gradients, zero_grad, longest)
             except Exception as error:
                 kernel = next((each for each in used if each.raised(error)), None)
                 if kernel is None:
@@ -84,5 +85,8 @@ class WithoutKernels(TokensAtOnce):
                         f"{kernel.name} failed in an update, which several devices make together ({reason_of(error)})"
                     )
                     raise UserError(f"{line}: set {kernel.without}, and resume the run") from error
+            else:
+                self.made()
+                return result
             zero_grad()
             torch.cuda.empty_cache()

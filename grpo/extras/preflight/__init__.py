@@ -11,7 +11,7 @@ from grpo.extras.preflight.checked import Checked
 from grpo.extras.preflight.plan import disk
 from grpo.extras.preflight.probe import Probe
 
-NEEDS = ("health",)  # whether the demo's model knows the task
+NEEDS = ("forecast", "health")  # the bytes of the plan; whether the demo's model knows the task
 
 CHECKS: dict[str, Callable[[Probe], Checked]] = {
     "the weights are whole": learning.all_weights,

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env.types import Example
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.forecast.parts import Part
 from grpo.extras.preflight import CHECKS
 from grpo.extras.preflight.checked import Checked
-from grpo.extras.preflight.forecast import Part
 from grpo.extras.preflight.plan import RunPlan, plan_of
 from grpo.extras.preflight.probe import Probe
 from grpo.rollout.draw import is_source

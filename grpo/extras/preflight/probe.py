@@ -15,8 +15,8 @@ from grpo.engines.protocol import Sampling
 from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
+from grpo.extras.forecast.parts import Part
 from grpo.extras.preflight.allowance import Allowance, shortened, slowest
-from grpo.extras.preflight.forecast import Part
 from grpo.models.head import logits_at_once
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch

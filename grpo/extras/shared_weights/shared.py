@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.engines.context import Bound
-from grpo.engines.room import Room
 from grpo.engines.vllm.engine import VLLMEngine, import_vllm
 from grpo.extras.shared_weights.lora import adapter_of, args_of, base_parameters, runner, swap
 from grpo.models.adapted import refuse_quantized
@@ -50,9 +49,6 @@ class VLLMSharedEngine(VLLMEngine):
     def _open(self) -> None:
         with live_weights():
             super()._open()
-
-    def _held(self, size: int, room: Room) -> dict[str, int]:
-        return {"": room.weights, "rollout": size - room.weights} if self.sleeps else {"": size}
 
     @property
     def shared_bytes(self) -> int:

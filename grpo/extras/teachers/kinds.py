@@ -68,8 +68,8 @@ class Teacher:
         """The device of its passes."""
         return torch.device(self.device or self.policy.device)
 
-    def own(self) -> list[Tensor]:
-        """Return the tensors that it holds in memory beside the policy's."""
+    def own(self, phase: str = "") -> list[Tensor]:
+        """Return the tensors that it holds in memory beside the policy's, see `UpdatePart`."""
         return []
 
     def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
@@ -161,8 +161,8 @@ class Start(Teacher):
         if getattr(policy, "is_mapped", False) and self.start.copy is not None:  # whole on each rank
             self.start.copy.to(policy.config.get_text_config().dtype)
 
-    def own(self) -> list[Tensor]:
-        return self.start.own()
+    def own(self, phase: str = "") -> list[Tensor]:
+        return [] if phase else self.start.own()
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
@@ -210,9 +210,11 @@ class Model(Teacher):
             self.loaded.resize_token_embeddings(rows).requires_grad_(False)
             self.loaded.get_output_embeddings().__class__ = kind
 
-    def own(self) -> list[Tensor]:
-        beside = self.loaded.get_output_embeddings().parameters() if self.offload and self.compares else ()
-        return [*self.loaded.parameters(), *self.loaded.buffers(), *map(torch.empty_like, beside)]  # its own head
+    def own(self, phase: str = "") -> list[Tensor]:
+        if self.offload and phase == "update":  # its own head
+            return [*map(torch.empty_like, self.loaded.get_output_embeddings().parameters())] if self.compares else []
+        held = phase in (("scoring", "host") if self.offload else ("",))
+        return [*self.loaded.parameters(), *self.loaded.buffers()] if held else []
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:

@@ -263,8 +263,8 @@ class Lessons(UpdatePart):
     def models(self) -> list[nn.Module]:
         return [] if self.outline is None else [self.outline]
 
-    def own(self) -> list[Tensor]:
-        return self.teacher.own()
+    def own(self, phase: str = "") -> list[Tensor]:
+        return self.teacher.own(phase)
 
     def imagined(self, batch: TokenBatch, layout: Layout) -> Reader | None:
         if self.outline is None:

@@ -57,8 +57,8 @@ class Itself(Start):
         self.policy = policy
         self.start = None if self.weights == "live" else Reference(policy, moves=self.weights == "ema")
 
-    def own(self) -> list[Tensor]:
-        return super().own() if self.start else []
+    def own(self, phase: str = "") -> list[Tensor]:
+        return super().own(phase) if self.start else []
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:

@@ -50,8 +50,11 @@ class Several(Teacher):
         for teacher in self.teachers.values():
             teacher.attach(policy)
 
-    def own(self) -> list[Tensor]:
-        return [tensor for teacher in self.teachers.values() for tensor in teacher.own()]
+    def own(self, phase: str = "") -> list[Tensor]:
+        own = [teacher.own(phase) for teacher in self.teachers.values()]
+        if phase == "scoring":  # one after the other
+            return max(own, key=lambda tensors: sum(x.nbytes for x in tensors))
+        return [x for tensors in own for x in tensors]
 
     def reading(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
         """Note which teacher each row has. Raises UserError for a value without one."""
@@ -75,7 +78,9 @@ class Several(Teacher):
 
     def split(self, read: TokenBatch) -> list[tuple[Teacher, Tensor, TokenBatch]]:
         """Return each teacher that has rows, their indices, in the host's memory, and the rows."""
-        if is_sharded(self.policy) and not all(t.own() or isinstance(t, Served) for t in self.teachers.values()):
+        if is_sharded(self.policy) and not all(
+            t.own() or t.offload or isinstance(t, Served) for t in self.teachers.values()
+        ):
             line = "teacher=reference with adapter=lora needs a pass of all devices at once"
             raise UserError(f"strategy=fsdp2: {line}, so it cannot be one of several: take strategy=ddp")
         owner = self.owner[(read.host or read).row.cpu()]

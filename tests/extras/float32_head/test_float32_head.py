@@ -17,7 +17,7 @@ from grpo.engines.protocol import Sampling
 from grpo.engines.vllm.settings import check_head
 from grpo.extras.float32_head import head as float32_head
 from grpo.extras.float32_head.head import Float32Head, in_float32
-from grpo.extras.preflight.imagined import in_sampling
+from grpo.extras.forecast.imagined import in_sampling
 from grpo.extras.teachers.divergence import Distributions
 from grpo.models import head
 from grpo.models.policy import Reference, with_adapter

@@ -284,6 +284,35 @@ def test_layers_that_fail(monkeypatch, caplog, recompute):
     assert liger.use_liger(small(), "auto") == [] and not warnings(caplog)
 
 
+def test_memory_is_counted_again_when_a_kernel_is_lost(monkeypatch, caplog):
+    """After the update, once; and at the start of a run, if the trial has failed. Not if nobody wants a forecast."""
+    precision, line = (
+        SimpleNamespace(forward_context=nullcontext),
+        "memory: without %s an update takes by the forecast 2 GB",
+    )
+    trainer = SimpleNamespace(precision_plugin=precision)
+    monkeypatch.setattr(packing, "ON_GPU", [])
+    monkeypatch.setattr(token_scores, "forward", Compiled(token_scores.forward.function))
+    for parts in (["some"], []):
+        FLEX.failed, token_scores.forward.failed = "", False
+        callback, module = KernelsCallback("none"), updating(small(), FLEX)
+        callback.parts, callback.sizes = parts, SimpleNamespace(again=lambda *given: lambda: f"{len(given)} GB")
+        callback.on_train_start(trainer, module)
+        assert not warnings(caplog)
+        monkeypatch.setattr(flex, "flex_attention", Planted(lambda number: number == 2))
+        gradient(module)
+        assert warnings(caplog)[1:] == [line % "FlexAttention"] * len(parts)
+        gradient(module)
+        assert not warnings(caplog)
+        token_scores.forward.failed = True
+        gradient(module)
+        assert warnings(caplog) == [line % "FlexAttention and the compiled head"] * len(parts)
+    callback = KernelsCallback("none")
+    callback.parts, callback.sizes, callback.lost = ["some"], SimpleNamespace(again=lambda *given: lambda: "2 GB"), []
+    callback.on_train_start(trainer, updating(small()))
+    assert warnings(caplog) == [line % "FlexAttention and the compiled head"]
+
+
 def test_a_run_knows_the_kernels_that_it_has_lost(monkeypatch, caplog):
     """The callback says what it does before it does it, gives the module its limit, whose tokens stay, and the manifest the
     reason. The head believes that it is on a GPU."""

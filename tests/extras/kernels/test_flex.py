@@ -9,10 +9,10 @@ import torch.nn.attention.flex_attention as torch_flex
 from helpers.models import SIZES, batch_of, measured, model_of
 from torch._dynamo.utils import counters
 
+from grpo.extras.forecast.imagined import Live
 from grpo.extras.kernels import flex
 from grpo.extras.kernels.agreement import gradient_disagreement
 from grpo.extras.kernels.flex import FLEX, FlexKernel
-from grpo.extras.preflight.imagined import Live
 from grpo.models import packing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packed_attention import Packed

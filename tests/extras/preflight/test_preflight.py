@@ -25,12 +25,12 @@ from grpo.env.tokens import Completion
 from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.demo.demo_model import SHIPPED
+from grpo.extras.forecast.parts import Part
 from grpo.extras.preflight import CHECKS, data, episodes, learning, sampling
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight import probe as probing
 from grpo.extras.preflight.allowance import Allowance
 from grpo.extras.preflight.checked import mean_gap
-from grpo.extras.preflight.forecast import Part
 from grpo.extras.preflight.plan import RunPlan, disk, duration, plan_of
 from grpo.extras.preflight.plan.disk import checkpoint_bytes
 from grpo.extras.preflight.probe import Probe

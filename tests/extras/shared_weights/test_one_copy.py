@@ -5,7 +5,6 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo.engines.protocol import Sampling
+from grpo.engines.room import Room
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.extras.quantized.quantized import quantize
 from grpo.extras.shared_weights.lora import runner
@@ -195,9 +195,12 @@ def test_a_policy_that_moved_away_is_told_by_name(llama, how):
 
 
 def test_the_cache_of_an_engine_that_sleeps_is_held_in_rollouts_only():
-    engine, room = object.__new__(VLLMSharedEngine), SimpleNamespace(weights=30)
-    for engine.sleeps, held in ((True, {"": 30, "rollout": 70}), (False, {"": 100})):
-        assert engine._held(100, room) == held
+    """Half of a GPU of 200 GB, with weights of 30 GB, which are the policy's."""
+    gb, engine = 10**9, object.__new__(VLLMSharedEngine)
+    engine._fits, engine._new = False, functools.partial(dict, gpu_memory_utilization=0.5)
+    room = Room(200 * gb, 200 * gb, 0, 0, 30 * gb, gb, gb)
+    for engine.sleeps, held in ((True, {"": 30 * gb, "rollout": 70 * gb}), (False, {"": 100 * gb})):
+        assert engine.fit(room) == held
 
 
 def test_the_memory_that_is_packed_elsewhere_stays_packed(llama, alive):

@@ -11,7 +11,8 @@ from helpers.models import disturb, model_of
 from helpers.pretended import LAZY, OnDevice, Pretended, on_device
 from helpers.taught import Given, learned, same, taught
 
-from grpo.extras.preflight.imagined import bytes_of
+from grpo.extras.forecast.imagined import bytes_of
+from grpo.extras.forecast.sizes import OWN
 from grpo.extras.teachers.offloaded import kept_of, visiting
 from grpo.extras.teachers.several import Several
 from grpo.models.head import factor_of
@@ -82,16 +83,20 @@ def test_each_rollout_has_states_of_its_own(toy):
     assert teacher.visits == 2
 
 
-def test_its_head_is_counted_beside_its_weights(toy):
-    """With sampled tokens no head stays on the device; 282 x 64 numbers of four bytes do for distributions."""
+def test_it_says_what_it_holds_and_when(toy):
+    """With sampled tokens no head stays on the device; 282 x 64 numbers of four bytes do for distributions. Two teachers
+    score in turn, so that one of them is there."""
     model = another(toy)
     weights, head = (
         bytes_of([*model.parameters(), *model.buffers()]),
         bytes_of(model.get_output_embeddings().parameters()),
     )
-    for divergence, offload, beside in (("sampled", True, 0), ("reverse", False, 0), ("reverse", True, head)):
-        module = taught(fresh(toy), Given(model, offload), divergence=divergence)
-        assert bytes_of(module.parts["teacher"].own()) == weights + beside
+    cases = [("sampled", True, [0, 0, weights, weights]), ("reverse", True, [0, head, weights, weights])]
+    for divergence, offload, expected in [*cases, ("reverse", False, [weights, 0, 0, 0])]:
+        own = taught(fresh(toy), Given(model, offload), divergence=divergence).parts["teacher"].own
+        assert [bytes_of(own(phase)) for phase in OWN] == expected
+    own = taught(fresh(toy), of_two(toy, True), divergence="reverse").parts["teacher"].own
+    assert [bytes_of(own(phase)) for phase in OWN] == [0, 2 * head, weights, 2 * weights]
     assert head == model.config.vocab_size * model.config.hidden_size * 4
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.forecast.parts import Part, human, largest_phase
 from grpo.extras.preflight import learning
-from grpo.extras.preflight.forecast import Part, human, largest_phase
 from grpo.extras.preflight.plan.disk import checkpoint_bytes, evaluated, table_bytes, times_and_problems
 from grpo.extras.preflight.probe import Probe
 from grpo.objectives.arguments import function_name

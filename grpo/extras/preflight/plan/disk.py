@@ -8,8 +8,8 @@ from pathlib import Path
 import lightning as L
 
 from grpo.evaluation.evaluator import Evaluator
+from grpo.extras.forecast.parts import Part, human
 from grpo.extras.preflight.checked import Checked
-from grpo.extras.preflight.forecast import Part, human
 from grpo.extras.preflight.probe import Probe
 from grpo.rollout.samples_table import records, write
 from grpo.system import distributed

@@ -5,7 +5,7 @@ Trainer and engine are stand-ins that know what the card has. Settings, parts of
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from grpo.engines.room import Room
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.settings import GPU_SHARE
+from grpo.extras.forecast.limits import FLEX_FROM
 from grpo.system import memory
 from grpo.system.errors import UserError
 from grpo.training.trainer import BFLOAT16, best_on_gpu
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 GB = 10**9
 CARDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# the kernels of FlexAttention want more shared memory than the 64 KB of an older card
-FLEX_FROM = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ def on_paper(config: DictConfig) -> None:
     with open_dict(config):
         config.trainer._target_, config.trainer.card = f"{__name__}.{trainer_on.__name__}", config.device
         if kind in STAND_INS:
-            share = OmegaConf.select(config, "engine.args.gpu_memory_utilization")
-            sleeps = OmegaConf.select(config, "engine.sleeps")
-            config.engine = {"_target_": f"{__name__}.{STAND_INS[kind]}", "sleeps": sleeps, "share": share}
+            names = {"sleeps": "sleeps", "share": "args.gpu_memory_utilization", "cache": "args.kv_cache_memory_bytes"}
+            given = {name: OmegaConf.select(config, f"engine.{key}") for name, key in names.items()}
+            config.engine = {"_target_": f"{__name__}.{STAND_INS[kind]}", **given}
 
 
 def trainer_on(
@@ -107,11 +105,12 @@ def trainer_on(
 
 
 class VLLMOnPaper(VLLMEngine):
-    """Stands for vLLM where it is not: it only chooses what it takes. share: of the GPU; None: what the run leaves."""
+    """Stands for vLLM where it is not: it only chooses what it takes. share: of the GPU; cache: bytes of its KV cache; None for
+    both: what the run leaves."""
 
-    def __init__(self, sleeps: bool | None = None, share: float | None = None) -> None:
-        self.sleeps, self._given_sleeps, self._fits = bool(sleeps), sleeps, share is None
-        self._new = partial(dict, gpu_memory_utilization=share or GPU_SHARE)
+    def __init__(self, sleeps: bool | None = None, share: float | None = None, cache: int | None = None) -> None:
+        self.sleeps, self._given_sleeps, self._fits = bool(sleeps), sleeps, share is None and cache is None
+        self._new = partial(dict, gpu_memory_utilization=share or GPU_SHARE, kv_cache_memory_bytes=cache)
         self.version = None
 
 
@@ -120,9 +119,6 @@ class SharedOnPaper(VLLMOnPaper):
 
     apart = False
     shared_bytes = 0
-
-    def _held(self, size: int, room: Room) -> Mapping[str, int]:
-        return {"": room.weights, "rollout": size - room.weights} if self.sleeps else {"": size}
 
 
 STAND_INS = {"auto_engine": "VLLMOnPaper", "VLLMEngine": "VLLMOnPaper", "VLLMSharedEngine": "SharedOnPaper"}

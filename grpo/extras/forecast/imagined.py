@@ -7,7 +7,7 @@ them on a GPU and does not separate logits from other activations.
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,11 +25,11 @@ from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
-from grpo.models import token_scores
+from grpo.models import packed_attention, token_scores
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.head import LOGITS_AT_ONCE, has_float32_head, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
-from grpo.models.packed_attention import Packed, attending
+from grpo.models.packed_attention import Kernel, Packed, attending, sdpa
 from grpo.models.packing import microbatches
 from grpo.models.pretrained import Pretrained
 from grpo.models.states import logprobs_and_states
@@ -53,17 +54,19 @@ def known(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextmanager
-def head_as_on(device: str) -> Iterator[None]:
-    """Let the head cut its logits as on this device, since tensors without memory are the CPU's, and write what its kernels
-    write there."""
-    before = LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward
+def computing_as_on(device: str) -> Iterator[None]:
+    """Let the head cut its logits as on this device, since tensors without memory are the CPU's, and let head and attention make
+    the tensors that they make there."""
+    before = LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward, packed_attention.sdpa
     LOGITS_AT_ONCE["cpu"] = logits_at_once(device)
     if is_compiled(device):
         token_scores.forward, token_scores.backward = written_scores, written_gradient
+    if device != "cpu":
+        packed_attention.sdpa = with_all_heads
     try:
         yield
     finally:
-        LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward = before
+        LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward, packed_attention.sdpa = before
 
 
 def is_compiled(device: str) -> bool:
@@ -82,6 +85,39 @@ def written_scores(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
 def written_gradient(logits: Tensor, *_: Any) -> Tensor:
     """Return an empty tensor like the one that the compiled `gradient_of_rows` writes."""
     return torch.empty_like(logits)
+
+
+def with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return what `sdpa` does. With a mask, keys and values are repeated for all heads first, as it does on a GPU."""
+    if mask is not None:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return sdpa(query, key, value, mask, scale)
+
+
+class Attended(Function):
+    """An empty output of attention. It keeps the tensors that the kernels of FlexAttention keep."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out, sums = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+class FlexOnPaper:
+    """Stands for FlexAttention, a `Kernel`, for tensors without memory."""
+
+    failed = ""
+
+    def padding(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
+        return 0
+
+    def attend(self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        return Attended.apply(query, key, value)
 
 
 def imagined(make_module: Callable[[nn.Module], L.LightningModule], pretrained: Pretrained) -> L.LightningModule:
@@ -126,19 +162,31 @@ def optimizer_step_bytes(optimizer: Optimizer, before: Iterable[Tensor]) -> int:
 
 
 def activation_bytes(
-    module: L.LightningModule, plan: Plan, prompt_tokens: int, before: Iterable[Tensor], layout: Layout
-) -> Counter[str]:
-    """Return the peak bytes of the fullest microbatch, forward and backward. before: tensors that exist before it."""
-    policy, optim = module.policy, module.optim
-    rows, most = plan.prompts * plan.group_size // module.algorithm.num_minibatches, optim.max_tokens_per_microbatch
+    module: L.LightningModule,
+    plan: Plan,
+    prompt_tokens: int,
+    before: Iterable[Tensor],
+    kernel: Kernel | None,
+    layout: Layout,
+) -> tuple[Counter[str], int]:
+    """Return the peak bytes of the fullest microbatch, forward and backward, and those of the passes of the module's parts, which
+    come first. before: tensors that exist before it. kernel: of the policy's attention."""
+    policy, algorithm, optim = module.policy, module.algorithm, module.optim
+    rows, most = plan.prompts * plan.group_size // algorithm.num_minibatches, optim.max_tokens_per_microbatch
     width = fullest(plan, prompt_tokens, rows, layout, most)
     batch = minibatch(replace(plan, sampling=replace(plan.sampling, max_tokens=width)), prompt_tokens, rows)
     batch = batch.rows(microbatches(batch, layout, most)[0])
     live = Live(before, policy.config.get_text_config().vocab_size)
+    settings = batch, module.temperature, algorithm.entropy.active, layout, kernel
     with live, recomputing(policy, optim.gradient_checkpointing):
-        outputs = outputs_of(module, batch, layout)
+        readers = [part.imagined(batch, layout) for part in getattr(module, "parts", {}).values()]
+        of_parts = live.most.total()
+        if readers := [reader for reader in readers if reader]:
+            outputs = logprobs_and_states(policy, *settings, readers, algorithm.of_logprobs)
+        else:
+            outputs = completion_logprobs(policy, *settings)
         sum(numbers.sum() for numbers in outputs).backward()
-    return live.most
+    return live.most, of_parts
 
 
 def fullest(plan: Plan, prompt_tokens: int, rows: int, layout: Layout, most: int) -> int:
@@ -154,16 +202,6 @@ def fullest(plan: Plan, prompt_tokens: int, rows: int, layout: Layout, most: int
         return prompt_tokens + max(1, (most - prompt_tokens) // width) * width
 
     return max(range(1, plan.sampling.max_tokens + 1), key=lambda width: (tokens(width), width))
-
-
-def outputs_of(module: L.LightningModule, batch: TokenBatch, layout: Layout) -> Iterable[Tensor]:
-    """Return what an update computes of a microbatch with a gradient, after the passes of the module's parts."""
-    policy, algorithm = module.policy, module.algorithm
-    settings = batch, module.temperature, algorithm.entropy.active, layout
-    imagined = [part.imagined(batch, layout) for part in getattr(module, "parts", {}).values()]
-    if not (readers := [reader for reader in imagined if reader]):
-        return completion_logprobs(policy, *settings)
-    return logprobs_and_states(policy, *settings, None, readers, algorithm.of_logprobs)
 
 
 def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
@@ -224,7 +262,17 @@ def by_groups(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any) -> T
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of the tensors; each storage counts once."""
-    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values())
+    return sum(sizes_of(tensors))
+
+
+def sizes_of(tensors: Iterable[Any]) -> Iterable[int]:
+    """Return the bytes of each storage of the tensors."""
+    return {storage_of(t): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}.values()
+
+
+def pinned(size: int) -> int:
+    """Return the bytes of the host's memory that torch takes for a pinned tensor of so many: the next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 class Live(TorchDispatchMode):

@@ -23,8 +23,8 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
-from grpo.extras.preflight.forecast import Part, Sizes, forecast
-from grpo.extras.preflight.imagined import (
+from grpo.extras.forecast.forecast import forecast
+from grpo.extras.forecast.imagined import (
     Live,
     after_a_step,
     bytes_of,
@@ -33,6 +33,8 @@ from grpo.extras.preflight.imagined import (
     minibatch,
     optimizer_step_bytes,
 )
+from grpo.extras.forecast.parts import Part
+from grpo.extras.forecast.sizes import Sizes
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import microbatches
@@ -410,7 +412,7 @@ def test_a_mixture_takes_what_was_foreseen(tmp_path, dtype, monkeypatch):
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
     run = Run(str(tmp_path), *SIZES["small"][0], f"model.dtype={dtype}", "optim.layout=padded")
     foreseen = run.forecast(30)
-    monkeypatch.setattr("grpo.extras.preflight.imagined.by_groups", torch.ops.aten._grouped_mm.default)
+    monkeypatch.setattr("grpo.extras.forecast.imagined.by_groups", torch.ops.aten._grouped_mm.default)
     most, _ = really(run, 30)
     assert foreseen["activations"] + foreseen["logits"] == most > 0
     assert min(foreseen["weights"], foreseen["gradients"]) > MB and foreseen["sampling"] > 0

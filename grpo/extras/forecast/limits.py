@@ -4,9 +4,22 @@ import lightning as L
 import torch
 
 from grpo.engines.protocol import Engine
+from grpo.models import packing
 from grpo.system import memory
 
 CPU = torch.device("cpu")
+# the kernels of FlexAttention want more shared memory than the 64 KB of an older card
+FLEX_FROM = (8, 0)
+
+
+def takes_flex(trainer: L.Trainer) -> bool:
+    """Return whether FlexAttention computes attention on the GPU of a run: if that is known to be new enough, and nothing has
+    failed."""
+    if any(kernel.failed for kernel in packing.ON_GPU):
+        return False
+    if card := getattr(trainer, "card", None):
+        return (card.capability or FLEX_FROM) >= FLEX_FROM
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= FLEX_FROM
 
 
 def limit_of(trainer: L.Trainer) -> int:

@@ -8,9 +8,11 @@ import torch
 from conftest import compose_config
 from hydra.utils import instantiate
 
-from grpo.extras.preflight.cards import GB, VLLMOnPaper, trainer_on
-from grpo.extras.preflight.forecast import Part, Sizes, forecast
-from grpo.extras.preflight.limits import limit_of, to_fill
+from grpo.extras.forecast.cards import GB, VLLMOnPaper, trainer_on
+from grpo.extras.forecast.forecast import forecast
+from grpo.extras.forecast.limits import limit_of, to_fill
+from grpo.extras.forecast.parts import Part
+from grpo.extras.forecast.sizes import Sizes
 from grpo.models.pretrained import Pretrained
 from grpo.system import memory
 from grpo.training.optimization import Optimization
@@ -177,18 +179,41 @@ def test_several_ranks_choose_the_same_whatever_is_free_on_each(counted, monkeyp
 
 
 def test_ddp_is_weighed_with_the_fewest_tokens_that_the_settings_leave_open(counted, monkeypatch):
-    """Fewer tokens cost less than sharing out the weights. Layers are not recomputed for it."""
-    asked = []
+    """Fewer tokens cost less than sharing out the weights. Layers are not recomputed for it. The module is made once."""
+    made = []
 
     def parts(self, precision, ranks, sharded=False, device="cpu"):
-        asked.append(dict(self.choice))
+        made.append(self.outlined(self.pretrained, device).optim)
         return [Part("weights", GB)]
 
     monkeypatch.setattr(Counted, "parts", parts)
-    for words, size in (("null", 2048), ("4096", 4096)):
+    for words, size, device in (("null", 2048, "cuda"), ("4096", 4096, "cuda"), ("null", 2048, "cpu")):
         sizes, optim = counted("optim.gradient_checkpointing=null", f"optim.max_tokens_per_microbatch={words}")
-        monkeypatch.setattr(
-            "grpo.extras.preflight.forecast.imagined", lambda *_, optim=optim: SimpleNamespace(optim=optim)
-        )
-        assert sizes.needed("bf16-mixed", 2, "cuda") == GB and asked.pop() == {"max_tokens_per_microbatch": size}
-    assert sizes.needed("32-true", 2) == GB and asked == [{"max_tokens_per_microbatch": 4096}]
+        monkeypatch.setattr("grpo.extras.forecast.sizes.imagined", lambda *_, optim=optim: SimpleNamespace(optim=optim))
+        assert sizes.needed("bf16-mixed", 2, device) == GB
+        assert made[0].max_tokens_per_microbatch == size and not made[0].gradient_checkpointing
+        assert [made.pop()] and not made
+
+
+def test_an_update_without_a_kernel_is_counted_again(counted, monkeypatch):
+    """With 8192 tokens it held 4 + 16 GB, and without the kernel 18: 22 of 0.97 x 24 = 23.28, or of 0.97 x 22 = 21.34."""
+    failed = []
+
+    class Later(Counted):
+        def of_trainer(self, trainer):
+            weights, passes, engine = super().of_trainer(trainer)
+            return [weights, replace(passes, size=passes.size + len(failed) * 2 * GB), engine]
+
+    run, _ = counted()
+    settings = {"max_tokens_per_microbatch": 8192, "gradient_checkpointing": False}
+    sizes = Later(
+        *(getattr(run, name) for name in ("make_module", "pretrained", "plan", "engine", "longest")), settings
+    )
+    words = "2.00 GB more, 22.00 GB of "
+    for free, line in ((24, "23.28 GB, which fits"), (22, "21.34 GB, 0.66 GB too much: lower optim.max_tokens_per_")):
+        pretend(monkeypatch, 24, free=free)
+        failed.clear()
+        parts = [Part("so far", 0), *sizes.of_trainer(here())]
+        again = sizes.again(here(), parts)
+        failed.append("FlexAttention")
+        assert again().startswith(words + line)

@@ -1,6 +1,7 @@
 """`debug=forecast device=NAME` describes a run on a card that is not here: what it chooses, why, and whether it fits."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from transformers import LlamaConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.room import Room
-from grpo.extras.preflight.cards import CARDS, GB, SharedOnPaper, VLLMOnPaper, card_named, trainer_on
-from grpo.extras.preflight.forecast import Sizes
-from grpo.extras.preflight.imagined import is_compiled
-from grpo.extras.preflight.limits import host_limit, limit_of, to_fill
-from grpo.models import token_scores
+from grpo.extras.forecast.cards import CARDS, GB, SharedOnPaper, VLLMOnPaper, card_named, on_paper, trainer_on
+from grpo.extras.forecast.imagined import FlexOnPaper, Live, is_compiled, with_all_heads
+from grpo.extras.forecast.limits import host_limit, limit_of, takes_flex, to_fill
+from grpo.extras.forecast.sizes import Sizes
+from grpo.models import packed_attention, packing, token_scores
 from grpo.system.errors import UserError
 from train import train
 
@@ -129,13 +130,25 @@ def test_vllm_on_paper_takes_what_vllm_would(caplog):
     assert VLLMOnPaper().fit(room) == {"rollout": 8 * GB}
     assert VLLMOnPaper(sleeps=False).fit(room) == {"": GB} and "the run leaves vLLM 4% of the GPU" in caplog.text
     assert VLLMOnPaper(share=0.5).fit(room) == {"": 12 * GB}
+    # weights of 3 and 2 to compute with beside a cache of a size that is given
+    assert VLLMOnPaper(cache=4 * GB).fit(room) == {"": 9 * GB}
+    assert VLLMOnPaper(True, cache=4 * GB, share=0.9).fit(room) == {"rollout": 9 * GB}
     assert SharedOnPaper().fit(room) == {"": 3 * GB, "rollout": 5 * GB}  # its weights are the policy's and stay
 
 
-def sizes_of(folder, *words: str, vocabulary: int = 100_000) -> Sizes:
+def test_arguments_of_vllm_are_those_of_the_run_on_paper():
+    words = "engine=vllm device=24GB debug=forecast engine.args.kv_cache_memory_bytes=4000000000 engine.sleeps=true"
+    on_paper(config := compose_config("output_dir=.", *words.split()))
+    engine = instantiate(config.engine)
+    assert isinstance(engine, VLLMOnPaper) and engine.sleeps
+    assert engine.fit(Room(24 * GB, 22 * GB, 21 * GB, 14 * GB, 3 * GB, GB // 10, 40 * GB)) == {"rollout": 9 * GB}
+
+
+def sizes_of(folder, *words: str, vocabulary: int = 100_000, **more: int) -> Sizes:
     """Return the sizes of a run on a model of which only the configuration is there, with prompts of 30 tokens."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(**shape, vocab_size=vocabulary, architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
+    shape |= {"vocab_size": vocabulary} | more
+    config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
     config.save_pretrained(folder)
     config = compose_config("model=path", f"model.path={folder}", "output_dir=.", *words)
     plan, algorithm, optim, pretrained = map(instantiate, (config.rollout, config.algo, config.optim, config.model))
@@ -183,6 +196,41 @@ def test_the_card_gives_the_precision_and_the_limit(caplog):
     assert host_limit(trainer_on("24GB")) == (0, None)
 
 
+def test_attention_is_counted_as_a_gpu_computes_it():
+    """6 tokens, 4 heads of 8 numbers, 2 heads of keys: FlexAttention writes the output, and a float32 number for each query. The
+    other repeats keys and values for all heads, if there is a mask."""
+    query, key, value = (torch.zeros(1, heads, 6, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    with Live([query, key, value]) as live:
+        out = FlexOnPaper().attend(None, query, key, value)
+        assert out.shape == query.shape and live.most.total() == 2 * 4 * 6 * 8 + 4 * 4 * 6
+    mask, found = torch.ones(6, 6, dtype=torch.bool), {}
+    for name, function in (("few", packed_attention.sdpa), ("all", with_all_heads)):
+        for given in (mask, None):
+            with Live([query, key, value, mask]) as live:
+                function(query, key, value, given, None)
+            found[name, given is None] = live.most.total()
+    assert found["all", False] - found["few", False] >= 2 * 2 * 4 * 6 * 8 and found["all", True] == found["few", True]
+
+
+@pytest.mark.parametrize("card", ["24GB", "l4", "t4"])
+def test_attention_without_flex_takes_more(tmp_path, monkeypatch, card):
+    """On a T4, or after FlexAttention has failed."""
+    kernel = SimpleNamespace(failed="")
+    monkeypatch.setattr(packing, "ON_GPU", [kernel])
+    trainer = trainer_on(card)
+    assert takes_flex(trainer) == (card != "t4")
+    kernel.failed = "too many graphs"
+    assert not takes_flex(trainer)
+    if card == "l4":
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 1}
+        sizes = sizes_of(
+            tmp_path, "rollout.prompts=2", "rollout.group_size=8", "max_tokens=20", vocabulary=100, **heads
+        )
+        without = {part.name: part.size for part in sizes.of_trainer(trainer)}["activations"]
+        kernel.failed = ""
+        assert {part.name: part.size for part in sizes.of_trainer(trainer)}["activations"] < without
+
+
 def test_the_head_is_compiled_on_a_gpu_unless_that_is_known_to_fail(monkeypatch):
     assert is_compiled("cuda") and not is_compiled("cpu")
     monkeypatch.setattr(token_scores.forward, "failed", True)
@@ -190,5 +238,5 @@ def test_the_head_is_compiled_on_a_gpu_unless_that_is_known_to_fail(monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for found in (None, "triton"):
-        monkeypatch.setattr("grpo.extras.preflight.imagined.find_spec", lambda name, found=found: found)
+        monkeypatch.setattr("grpo.extras.forecast.imagined.find_spec", lambda name, found=found: found)
         assert is_compiled("cuda") == bool(found)
