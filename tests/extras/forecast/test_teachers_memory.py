@@ -1,5 +1,9 @@
 """The memory of a teacher: always on the GPU, or while it scores, and then pinned in the host's memory; in GB worked by hand."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
 from conftest import compose_config
 from hydra.utils import instantiate
 from transformers import AutoTokenizer, LlamaConfig
@@ -7,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.forecast.imagined import pinned
 from grpo.extras.forecast.parts import Part, at_peak, in_phases
-from grpo.extras.forecast.sizes import Sizes
+from grpo.extras.forecast.sizes import Sizes, of_teacher
 
 GB = 10**9
 
@@ -28,6 +32,24 @@ def test_pinned_memory_is_a_power_of_two():
     assert pinned(18944 * 3584 * 2) == 2**28 and 18944 * 3584 * 2 / 2**28 < 0.51
 
 
+def test_parts_of_a_teacher_that_scores_and_leaves():
+    """Its weights are 3 x 100 numbers of four bytes, its head 100 x 3. 2 x 4 samples of 5 tokens have states of 3 numbers."""
+    weights, head, plan = torch.zeros(3, 100), torch.zeros(100, 3), SimpleNamespace(prompts=2, group_size=4)
+    plan.sampling = SimpleNamespace(max_tokens=5)
+    own = {"": [], "update": [head], "scoring": [weights], "host": [weights]}
+    gpu = {part.name: (part.size, part.phase, part.host) for part in of_teacher(own, 50, plan, "cuda") if part.size}
+    assert gpu == {
+        "teacher's head": (1200, "update", False),
+        "teacher's visit": (1200 + 50, "scoring", False),
+        "pinned teacher": (2048 + 512, "", True),  # 1200, and 40 x 12
+    }
+    assert [(part.name, part.size) for part in of_teacher(own, 50, plan, "cpu")] == [("teacher", 2400)]
+    own = {"": [weights], "update": [], "scoring": [], "host": []}
+    stays = of_teacher(own, 50, plan, "cuda")
+    assert [(part.name, part.size, part.phase) for part in stays if part.size] == [("teacher", 1200, "")]
+
+
+@pytest.mark.slow
 def test_an_offloaded_teacher_is_on_the_gpu_while_it_scores(toy, tmp_path):
     """A teacher with 3 layers of 64 numbers. Pinned: its matrices of 64 x 64, 64 x 100 and 282 x 64 numbers of four bytes are
     powers of two but for the last two, and so are the states of 4 rows of 20 tokens."""
