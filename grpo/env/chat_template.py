@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env import thoughts
 from grpo.env.chat_dicts import ADD, ASKED, as_dicts, called
-from grpo.env.messages import Message, ToolSpec
+from grpo.env.messages import Message, ToolSpec, pictures_of
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, left_open, parted
 from grpo.system.errors import UserError, one_line
 
@@ -43,6 +43,8 @@ class TemplateRenderer:
         except ValueError:
             raise UserError(f"renderer.date={date} is no day: write it as 2026-01-31, or null for today's") from None
         self._day = {"strftime_now": day.strftime} if day else {}
+        if sight := getattr(tokenizer, "sight", None):
+            sight.teach(self)
         if tokenizer.chat_template is not None:
             self._check_template()
 
@@ -76,6 +78,10 @@ class TemplateRenderer:
     ) -> tuple[int, ...]:
         if tools:
             self.check_calls()  # refused before anything is rendered
+        if pictures_of(messages) and not hasattr(self.tokenizer, "sight"):
+            raise UserError(
+                "a message has a picture, and the model reads text only: set model.vision=frozen, with a model that sees"
+            )
         every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
         if before := tuple(before):

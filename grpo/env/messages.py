@@ -1,9 +1,11 @@
-"""The chat protocol: messages, tools and calls of them. Knows nothing of tokens."""
+"""The chat protocol: messages with pictures, tools and calls of them. Knows nothing of tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Literal, Protocol, Self, get_args
 
+from grpo.env.pictures import MARK, Picture, picture_from
 from grpo.env.thoughts import FIELDS, parted, with_thought
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -43,7 +45,8 @@ class Message:
 
     error: in the policy's message, why a call could not be read (its text is then in the content); in a
     tool's message, why the call failed. The policy does not see it. given: the beginning of the content that
-    stands in the prompt, which is a thought that the prompt leaves open.
+    stands in the prompt, which is a thought that the prompt leaves open. pictures: those of the user or of a
+    tool, in order; the content has an <image> in the place of each.
     """
 
     role: Role
@@ -52,6 +55,13 @@ class Message:
     name: str | None = None
     error: str | None = None
     given: str = field(default="", compare=False)
+    pictures: tuple[Picture, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.pictures and (found := self.content.count(MARK)) != len(self.pictures):
+            raise ValueError(
+                f"a message has {len(self.pictures)} pictures and {found} {MARK} in its text: write one for each"
+            )
 
     @property
     def sampled(self) -> str:
@@ -75,7 +85,15 @@ class Message:
         """The form that chat templates take."""
         named = {"name": self.name} if self.name is not None else {}
         calls = {"tool_calls": [call.as_dict() for call in self.tool_calls]} if self.tool_calls else {}
-        return {"role": self.role, "content": self.content, **named, **calls}
+        return {"role": self.role, "content": self.parts() if self.pictures else self.content, **named, **calls}
+
+    def parts(self) -> list[dict[str, str]]:
+        """The texts and pictures of the content in order, as chat templates take them. A picture has its name only."""
+        texts, found = self.content.split(MARK), []
+        for text, picture in zip_longest(texts, self.pictures):
+            found += [{"type": "text", "text": text}] if text else []
+            found += [{"type": "image", "image": picture.name}] if picture else []
+        return found
 
 
 class MessageLike(Protocol):
@@ -112,7 +130,9 @@ def message_of(message: Any) -> Message:
     def part(name: str, default: Any = None) -> Any:
         return message.get(name, default) if isinstance(message, Mapping) else getattr(message, name, default)
 
-    role, content = part("role"), part("content")
+    role, content, pictures = part("role"), part("content"), tuple(map(picture_from, part("pictures") or ()))
+    if isinstance(content, (list, tuple)):
+        content, pictures = content_of(content, pictures)
     calls = tuple(map(call_of, part("tool_calls") or ()))
     thought = next((part(field) for field in FIELDS if isinstance(part(field), str)), None)
     if content is None and (calls or thought is not None):
@@ -123,7 +143,34 @@ def message_of(message: Any) -> Message:
     if role == "assistant" and thought and parted(content)[0] is None:  # it came in a field of its own
         content = with_thought(thought, content)
     more = part("name"), part("error"), getattr(message, "given", "")
-    return Message(role, content.encode(errors="replace").decode(), calls, *more)
+    if pictures and role == "assistant":
+        raise TypeError("a policy's message has a picture: it writes text only")
+    return Message(role, content.encode(errors="replace").decode(), calls, *more, pictures)
+
+
+def content_of(parts: Sequence[Any], pictures: Sequence[Picture] = ()) -> tuple[str, tuple[Picture, ...]]:
+    """Return the text of a content in parts, with an <image> for each picture, and the pictures. pictures: those for parts that
+    have none of their own. Raises TypeError for other parts."""
+    left, texts, found = iter(pictures), [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in ("image", "image_url"):
+            given = part.get("image", part.get("image_url"))
+            picture = next(left, None) if given is None else picture_from(given)
+            if picture is None:
+                raise TypeError(f"{shown(part)} has no picture, and there are {len(pictures)} beside the message")
+            texts.append(MARK)
+            found.append(picture)
+        else:
+            raise TypeError(f"{shown(part)} is no part of a message: parts have the type text or image")
+    return "".join(texts), (*found, *left)
+
+
+def pictures_of(messages: Sequence[Message] | str) -> list[Picture]:
+    """Return the pictures of a conversation, in order."""
+    return [] if isinstance(messages, str) else [picture for message in messages for picture in message.pictures]
 
 
 def call_of(call: Any) -> ToolCall:

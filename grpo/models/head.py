@@ -46,7 +46,11 @@ def token_values(
         own = getattr(head, "float32_product", F.linear)
         casts = own is F.linear and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if casts else head.weight.dtype
-        return OfTokens.apply(hidden, head.weight, targets, temperature / factor, entropy_gradient, size, dtype, own)
+        limited = getattr(head, "limited", None)  # some tokens may have no probability
+        product = own if limited is None else lambda states, matrix: limited(own(states, matrix))
+        return OfTokens.apply(
+            hidden, head.weight, targets, temperature / factor, entropy_gradient, size, dtype, product
+        )
 
     def values(hidden: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden) if factor == 1 else after_the_decoder(model, hidden)
@@ -154,7 +158,7 @@ def has_float32_head(model: nn.Module) -> bool:
 def is_one_matrix(head: nn.Module) -> bool:
     """Return whether the head is one matrix on this device, and nothing else; its product may be in float32."""
     hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    plain = type(head) is nn.Linear or hasattr(type(head), "float32_product")
+    plain = type(head) is nn.Linear or any(hasattr(head, name) for name in ("float32_product", "limited"))
     return plain and head.bias is None and not hooks and not hasattr(head.weight, "full_tensor")
 
 

@@ -1,7 +1,7 @@
 """The language model in a multimodal one, which is loaded and saved whole: only what reads and writes text is
 trained."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers import (
@@ -25,11 +25,16 @@ def loader_of(config: PretrainedConfig) -> type:
 
 def beside_language(model: nn.Module) -> Iterator[str]:
     """Yield the names of the modules in which a multimodal model reads what is not text; none for a language
-    model."""
-    if not is_multimodal(model.config):
+    model, and where `model.vision=trained`."""
+    if not is_multimodal(model.config) or getattr(model, "vision_learns", False):
         return
     language = {*model.get_decoder().modules(), model.get_output_embeddings()}
     yield from (name for name, module in model.named_modules() if not language & {*module.modules()})
+
+
+def probe_ids(model: nn.Module) -> Sequence[tuple[int, ...]]:
+    """Return the tokens of two pictures, with which a model that sees is tried; of others nothing."""
+    return getattr(model.get_decoder(), "probe_ids", ((), ()))
 
 
 def learning(model: nn.Module) -> nn.Module:

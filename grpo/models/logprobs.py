@@ -59,4 +59,5 @@ def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_grad
         use_cache=False,
         logits_to_keep=kept,
     ).logits[:, :-1]  # [B, C, V]
-    return of_logits(logits, batch.ids[:, batch.prompt_width :], temperatures(batch, temperature), entropy_gradient)
+    targets = batch.ids[:, batch.prompt_width :].clamp(min=0)  # ids of pictures, which nothing samples, are below 0
+    return of_logits(logits, targets, temperatures(batch, temperature), entropy_gradient)

@@ -124,8 +124,10 @@ class Packed:
             x.repeat_interleave(lengths) for x in (begin - starts, number, row_number)
         )
         self.within += torch.arange(len(self.within))  # positions, in the host's memory
-        ids = torch.tensor([token for ids, *_ in parts for token in ids], dtype=torch.int64)
-        self.ids, self.positions = sent(ids[None], device), sent(self.within[None], device)
+        self.host = torch.tensor(
+            [token for ids, *_ in parts for token in ids], dtype=torch.int64
+        )  # ids in the host's memory
+        self.ids, self.positions = sent(self.host[None], device), sent(self.within[None], device)
         self.starts = [*starts[row_number < 0].tolist(), *starts[row_number >= 0].tolist()]
         self.owner = torch.tensor(owner, dtype=torch.int64)
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from grpo.models.language import probe_ids
 from grpo.models.logprobs import Layout, completion_logprobs
 from grpo.models.packed_attention import Kernel
 from grpo.models.probe_lengths import LONGEST, beyond_sizes, probe_sizes
@@ -186,11 +187,14 @@ def few_tokens(model: nn.Module, lengths: tuple[int, int] = FEW) -> TokenBatch:
     """
     generator, longest = torch.Generator().manual_seed(0), lengths[0]
     vocabulary = model.config.get_text_config().vocab_size
-    prompts = torch.randint(vocabulary, (2, longest), generator=generator)
+    texts = torch.randint(vocabulary, (2, longest), generator=generator).tolist()
+    prompts = [[*seen, *text[longest - n :]] for seen, text, n in zip(probe_ids(model), texts, lengths, strict=True)]
+    longest = max(map(len, prompts))
     owner, widths = ([0, 0, 0, 1, 1], [3, 7, 5, 6, 1]) if lengths == FEW else ([0, 1], [7, 5])
-    ids = torch.cat([prompts[owner], torch.randint(vocabulary, (len(owner), 7), generator=generator)], dim=1)
+    padded = torch.tensor([[0] * (longest - len(prompts[n])) + prompts[n] for n in owner])
+    ids = torch.cat([padded, torch.randint(vocabulary, (len(owner), 7), generator=generator)], dim=1)
     real = torch.ones_like(ids)
-    real[torch.tensor(owner) == 1, : longest - lengths[1]] = 0  # the second prompt is shorter
+    real[:, :longest] = torch.arange(longest) >= longest - torch.tensor([len(prompts[n]) for n in owner])[:, None]
     real[:, longest:] = torch.arange(7) < torch.tensor(widths)[:, None]
     batch = TokenBatch(ids, real, real[:, longest:].bool(), torch.zeros(len(owner), 7), torch.arange(len(owner)))
     return batch.to(next(model.parameters()).device)

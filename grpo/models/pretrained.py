@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "liger", "none"]
 Bits = Literal["4bit", "8bit"]
+Vision = Literal["frozen", "trained"]
 
 
 @enforced("model")
@@ -34,7 +35,9 @@ class Pretrained:
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in
     float16 the loss has a scale. quantization: of the base of an adapter; quantizer: what stores it so, in
     place, called with the model and the quantization. head_dtype: of the product with the vocabulary matrix, None
-    for `dtype`; head: what lets a model compute so, in place. chat_template: None for the tokenizer's, a file with
+    for `dtype`; head: what lets a model compute so, in place. vision: whether messages may have pictures, and whether
+    the tower that reads them learns; pictures: settings of the model's image processor, as max_pixels; eyes: what
+    sees. chat_template: None for the tokenizer's, a file with
     another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a
     GPU, see grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys,
     in errors.
@@ -47,6 +50,9 @@ class Pretrained:
     quantizer: Callable[..., Any] | None = None
     head_dtype: Literal["float32"] | None = None
     head: Callable[[nn.Module], nn.Module] | None = None
+    vision: Vision | None = None
+    pictures: Mapping[str, Any] | None = None
+    eyes: Callable[["Pretrained"], Any] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -72,12 +78,14 @@ class Pretrained:
     def _ready(self, model: nn.Module) -> nn.Module:
         """Return the model with its head as it computes, and its weights as they are stored: quantized and frozen,
         or ready to learn."""
-        for key, slot in (("quantization", "quantizer"), ("head_dtype", "head")):
+        for key, slot in (("quantization", "quantizer"), ("head_dtype", "head"), ("vision", "eyes")):
             if getattr(self, key) and getattr(self, slot) is None:
                 line = f"{self.called}.{key}={getattr(self, key)} needs {self.called}.{slot}"
                 raise UserError(f"{line}, the function that conf/model/base.yaml names; or set it to null")
         if self.head_dtype:
             model = self.head(model)
+        if self.vision:
+            model = self.eyes(self).opened(model, learns=self.vision == "trained")
         return self.quantizer(model, self.quantization) if self.quantization else learning(model)
 
     def base(self) -> "Pretrained | None":
@@ -121,6 +129,8 @@ class Pretrained:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with the chat template of the settings."""
         tokenizer = self._load(AutoTokenizer, "tokenizer")
+        if self.vision:
+            tokenizer.sight = self.eyes(self)  # by which renderers turn pictures into tokens
         last, rows = max(tokenizer.get_vocab().values(), default=0), self.config().get_text_config().vocab_size
         without_row = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
         # as of images, for which a text model has no use

@@ -24,6 +24,7 @@ from grpo.engines.context import check_context
 from grpo.engines.only_vllm import refuse_only_vllm
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
+from grpo.models.language import probe_ids
 from grpo.models.pretrained import context_of
 from grpo.models.probe_lengths import beyond_sizes
 from grpo.models.token_scores import divided
@@ -167,11 +168,11 @@ def error_at(cache: Cache, model: nn.Module, lengths: tuple[int, int], bound: fl
     """Return "", or the error with prompts of these lengths if it is above the bound."""
     size, device = model.get_input_embeddings().num_embeddings, model.device
     token = ((7919 * i + 11) % size for i in count(1))
-    long, short = (tuple(islice(token, n)) for n in lengths)
+    long, short = ((*seen, *islice(token, n)) for seen, n in zip(probe_ids(model), lengths, strict=True))
     texts = [[*prompt, next(token), next(token)] for prompt in (long, long, short)]
     plain = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0, -3:] for text in texts]
 
-    kept = cache(model, [long, long, short], 4, 1000 + 4 * max(lengths))
+    kept = cache(model, [long, long, short], 4, 1000 + 4 * len(long) + 4 * len(short))
     rows, logits = kept.admit(deque(range(3)))
     errors = [distance(logits, torch.stack([plain[i][0] for i in rows]))]
     for t in (1, 2):

@@ -36,6 +36,9 @@ class KVCache:
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         """prompts: one per sample. bound: size of the cache in tokens; a single sample may exceed it."""
         self.model, self.max_tokens, self.bound, self.device = model, max_tokens, bound, model.device
+        self.position_after = getattr(
+            model.get_decoder(), "position_after", len
+        )  # pictures take fewer positions than tokens
         self.texts = list(dict.fromkeys(prompts))
         number = {prompt: u for u, prompt in enumerate(self.texts)}
         self.prompt_of = [number[prompt] for prompt in prompts]  # the prompt's number for each sample
@@ -91,7 +94,7 @@ class KVCache:
         self.longest += 1
         if self.longest > self.capacity:
             self.views.clear()
-        logits = self.forward(self, tokens[None], (self.lengths + self.counts)[None])
+        logits = self.forward(self, tokens[None], (self.after + self.counts)[None])
         self.counts += 1
         self.steps += 1
         return logits
@@ -121,6 +124,8 @@ class KVCache:
         lengths = [len(self.texts[u]) for u, _ in self.rows]
         counts = [self.steps - joined for _, joined in self.rows]
         self.lengths = sent(torch.tensor(lengths), self.device)  # [B], tokens of each row's prompt
+        after = [self.position_after(self.texts[u]) for u, _ in self.rows]
+        self.after = sent(torch.tensor(after), self.device)  # [B], the position after it
         self.counts = sent(torch.tensor(counts), self.device)  # [B], tokens of each row in the cache
         self.longest, self.capacity = max(counts, default=0), 0
         self.views: dict[int, Views] = {}  # by layer

@@ -1,0 +1,32 @@
+"""Prompts with pictures: the template writes one placeholder for each, and each becomes the tokens of its picture."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo.env.chat_template import TemplateRenderer
+from grpo.env.messages import Message, ToolSpec, pictures_of
+from grpo.env.pictures import MARK
+from grpo.system.errors import UserError
+
+
+class Seeing(TemplateRenderer):
+    """A renderer whose messages may have pictures. Inside it a prompt has one placeholder for each picture, so that it is
+    compared and continued as text; outside it has all their places."""
+
+    def prompt_ids(
+        self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = (), before: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        sight, pictures = self.tokenizer.sight, pictures_of(messages)
+        if pictures and self.keep is not None:
+            raise UserError(
+                "prompts with pictures cannot be cut to their last tokens: leave out task.prompt_limit, or drop longer ones"
+            )
+        if pictures and self.tokenizer.chat_template is None:  # it writes the texts as they are
+            messages = [
+                replace(m, content=m.content.replace(MARK, sight.text), pictures=()) if m.pictures else m
+                for m in messages
+            ]
+        return sight.expanded(super().prompt_ids(messages, tools, sight.folded(before)[0]), pictures)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return super()._decoded(self.tokenizer.sight.folded(ids)[0])

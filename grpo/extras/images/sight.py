@@ -1,0 +1,233 @@
+"""What a model makes of a picture: the tokens that stand for it in a prompt, and the pixels that its tower reads.
+
+Both come from the processor in the model's own folder, so that a picture is counted once and by one rule.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from itertools import count
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from grpo.env.chat_template import TemplateRenderer
+from grpo.env.pictures import Picture, picture_of
+from grpo.models.pretrained import Pretrained
+from grpo.system.errors import UserError, one_line
+
+SIGHTS: dict[tuple[Any, ...], "Sight"] = {}
+PIXELS = 1 << 30  # bytes of pixels that are kept in the host's memory
+# families whose pictures are tested here. Positions of the second have three dimensions; in the third, tokens of a picture see
+# each other
+PLAIN, ROTARY, MUTUAL = ("idefics3", "smolvlm", "mistral3"), ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("gemma3",)
+ROWS = ("mistral3",)  # with Pixtral's tower
+OF_OTHERS = ("chat_template", "processor_class", "auto_map")  # settings that are no arguments of a processor
+# what a tower reads
+READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A picture as a model sees it. ids: its tokens in a prompt; those with features have the picture's id. pixels: the
+    arguments of the model's tower, one picture along the first dimension of each."""
+
+    ids: tuple[int, ...]
+    pixels: Mapping[str, Tensor]
+
+    @property
+    def places(self) -> int:
+        """How many tokens have features."""
+        return sum(i < 0 for i in self.ids)
+
+
+class Sight:
+    """The processor of a model that sees. path: its folder or hub id. settings: of its image processor, as max_pixels.
+
+    text, placeholder: the token that stands for a picture in the text of a chat template; repeated: the one of its places.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        revision: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if config.model_type not in PLAIN + ROTARY + MUTUAL:
+            known = ", ".join(PLAIN + ROTARY + MUTUAL)
+            raise UserError(
+                f"model.vision: pictures are for {known}, and {path} is a {config.model_type}; set model.vision=null"
+            )
+        try:
+            images = AutoImageProcessor.from_pretrained(path, revision=revision, **dict(settings or {}))
+            self.processor = processor_of(config, path, images, tokenizer, revision)
+        except Exception as error:  # a damaged file may raise anything
+            raise UserError(
+                f"model.vision: {path} has no processor of pictures that can be loaded: {one_line(error)}"
+            ) from error
+        self.repeated = config.image_token_id
+        self.text = getattr(self.processor, "boi_token", None) or self.processor.image_token
+        self.placeholder = tokenizer.convert_tokens_to_ids(self.text)
+        self.known: dict[int, tuple[int, ...]] = {}
+        self.kept: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def ids(self, picture: Picture) -> tuple[int, ...]:
+        """Return the tokens of a picture in a prompt."""
+        if picture.id not in self.known:
+            self.see(picture)
+        return self.known[picture.id]
+
+    def pixels(self, number: int) -> Mapping[str, Tensor]:
+        """Return what the tower reads of the picture with this id, in the host's memory. The largest ones that were used last are
+        kept."""
+        if number not in self.kept:
+            self.see(picture_of(number))
+        self.kept.move_to_end(number)
+        return self.kept[number]
+
+    def see(self, picture: Picture) -> None:
+        """Run the processor on a picture."""
+        seen = self.seen(picture)
+        self.known[picture.id], self.kept[picture.id] = seen.ids, seen.pixels
+        while len(self.kept) > 1 and sum(x.nbytes for pixels in self.kept.values() for x in pixels.values()) > PIXELS:
+            self.kept.popitem(last=False)
+
+    def seen(self, picture: Picture) -> Seen:
+        """Return what the processor makes of a picture. Raises UserError for a file that is none."""
+        from PIL import Image
+
+        try:
+            with Image.open(BytesIO(picture.data)) as opened:
+                image = opened.convert("RGB")
+        except Exception as error:
+            raise UserError(
+                f"picture {picture.name} cannot be read ({one_line(error)}): give a PNG or JPEG file"
+            ) from error
+        try:
+            made = self.processor(images=[image], text=[self.text], return_tensors="pt", add_special_tokens=False)
+        except Exception as error:  # a picture of 1 x 400 pixels, for example
+            line = (
+                f"picture {picture.name} of {image.width} x {image.height} pixels does not suit the model's processor"
+            )
+            raise UserError(f"{line}: {one_line(error)}") from error
+        ids = made["input_ids"][0].tolist()
+        pixels = {name: made[name] for name in made if name in READ}
+        values = pixels["pixel_values"]
+        if not values.any():  # Idefics3 takes pixels of 0 for padding and drops them
+            values.view(-1)[0] = torch.finfo(values.dtype).tiny
+        return Seen(tuple(picture.id if i == self.repeated else i for i in ids), pixels)
+
+    def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
+        """Return the ids of a prompt with each placeholder replaced by the tokens of its picture. Raises UserError if these are
+        not as many."""
+        if (found := [*ids].count(self.placeholder)) != len(pictures):
+            token = self.tokenizer.convert_ids_to_tokens(self.placeholder)
+            line = f"a prompt has {len(pictures)} pictures, and its text {found} places for them ({token})"
+            raise UserError(f"{line}: the chat template drops pictures, or a text has this token: leave it out")
+        left = iter(pictures)
+        return tuple(j for i in ids for j in (self.ids(next(left)) if i == self.placeholder else (i,)))
+
+    def folded(self, ids: Sequence[int]) -> tuple[tuple[int, ...], list[Picture]]:
+        """Return a prompt as `expanded` took it: with one placeholder for each picture, and the pictures."""
+        short: list[int] = []
+        pictures: list[Picture] = []
+        place = 0
+        while place < len(ids):
+            number = ids[place]
+            if number >= 0:
+                short.append(number)
+                place += 1
+                continue
+            pictures.append(picture_of(number))
+            whole = self.ids(pictures[-1])
+            before = next(i for i in count() if whole[i] == number)  # tokens of the picture before its first place
+            if tuple(ids[place - before : place - before + len(whole)]) != whole:
+                raise UserError(
+                    f"a prompt has a part of picture {pictures[-1].name} only: give more tokens (sampling, renderer.keep)"
+                )
+            del short[len(short) - before :]
+            short.append(self.placeholder)
+            place += len(whole) - before
+        return tuple(short), pictures
+
+    def opened(self, model: nn.Module, learns: bool) -> nn.Module:
+        """Let a model see, in place."""
+        from grpo.extras.images.eyes import with_eyes
+
+        return with_eyes(model, self, learns)
+
+    def teach(self, renderer: TemplateRenderer) -> None:
+        """Let a renderer take pictures, in place."""
+        from grpo.extras.images.renderer import Seeing
+
+        if not isinstance(renderer, Seeing):
+            renderer.__class__ = type(type(renderer).__name__, (Seeing, type(renderer)), {})
+
+    @cached_property
+    def banned(self) -> list[int]:
+        """The ids that no policy may sample, since a model reads pictures in their place."""
+        names = ("image_token", "video_token")
+        tokens = [token for name in names if isinstance(token := getattr(self.processor, name, None), str)]
+        ids = {self.repeated, self.placeholder, *self.tokenizer.convert_tokens_to_ids(tokens)}
+        return sorted(i for i in ids if isinstance(i, int) and i >= 0)
+
+
+def sight_of(pretrained: Pretrained) -> Sight:
+    """Return the sight of a model, one for each folder and its settings."""
+    key = (pretrained.path, pretrained.revision, str(pretrained.pictures))
+    if key not in SIGHTS:
+        base = pretrained.base() or pretrained
+        tokenizer = AutoTokenizer.from_pretrained(base.path, revision=base.revision)
+        SIGHTS[key] = Sight(base.path, tokenizer, base.revision, pretrained.pictures)
+    return SIGHTS[key]
+
+
+def processor_of(
+    config: PretrainedConfig, path: str, images: Any, tokenizer: PreTrainedTokenizerBase, revision: str | None
+) -> Any:
+    """Return a model's processor for pictures and text alone: those for videos need further libraries."""
+    if config.model_type in ROWS:
+        return PixtralRows(
+            images, tokenizer, config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+        )
+    kind = PROCESSOR_MAPPING[type(config)]
+
+    class Pictures(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+            return type(argument)
+
+    settings, _ = kind.get_processor_dict(path, revision=revision)
+    parts = dict.fromkeys(kind.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
+    own = {name: value for name, value in settings.items() if name not in {*parts, *OF_OTHERS}}
+    return Pictures(**parts, **own)
+
+
+@dataclass
+class PixtralRows:
+    """The processor of Pixtral, whose class in transformers imports torchvision. A picture is rows of places, each of which ends
+    with a token of its own (arXiv 2410.07073)."""
+
+    image_processor: Any
+    tokenizer: PreTrainedTokenizerBase
+    side: int  # pixels of a place
+    image_token: str = "[IMG]"
+
+    def __call__(
+        self, images: list[Any], text: list[str], return_tensors: str, add_special_tokens: bool
+    ) -> dict[str, Tensor]:
+        """Return the arguments of the tower, and the ids of one picture."""
+        made = self.image_processor(images=images, patch_size=self.side, return_tensors=return_tensors)
+        height, width = (int(size) // self.side for size in made["image_sizes"][0])
+        rows = "[IMG_BREAK]".join([self.image_token * width] * height) + "[IMG_END]"
+        return {**made, "input_ids": self.tokenizer(rows, add_special_tokens=False, return_tensors="pt").input_ids}
