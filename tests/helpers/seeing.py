@@ -31,7 +31,7 @@ PROCESSORS = {
     "qwen": ("Qwen2_5_VLProcessor", {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2,
         "temporal_patch_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 6}}),
     "idefics3": ("Idefics3Processor", {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 112},
-        "max_image_size": {"longest_edge": 56}, "do_image_splitting": True}),
+        "max_image_size": {"longest_edge": 56}, "do_image_splitting": True, "do_normalize": False}),
     "mistral3": ("PixtralProcessor", {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56},
         "patch_size": 14}),
     "gemma3": ("Gemma3Processor", {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}),
@@ -147,4 +147,11 @@ def drawn(width: int, height: int, seed: int) -> Picture:
     )
     file = BytesIO()
     Image.frombytes("RGB", (width, height), bytes(numbers.tolist())).save(file, "PNG")
+    return Picture(file.getvalue())
+
+
+def plain(width: int, height: int, colour: tuple[int, int, int]) -> Picture:
+    """Return a picture of one colour."""
+    file = BytesIO()
+    Image.new("RGB", (width, height), colour).save(file, "PNG")
     return Picture(file.getvalue())

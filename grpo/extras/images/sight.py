@@ -124,8 +124,8 @@ class Sight:
         ids = made["input_ids"][0].tolist()
         pixels = {name: made[name] for name in made if name in READ}
         values = pixels["pixel_values"]
-        if not values.any():  # Idefics3 takes pixels of 0 for padding and drops them
-            values.view(-1)[0] = torch.finfo(values.dtype).tiny
+        if values.dim() == 5:  # Idefics3 takes parts whose pixels are all 0 for padding, and drops them
+            values[~values.flatten(2).any(-1), 0, 0, 0] = 1e-4
         return Seen(tuple(picture.id if i == self.repeated else i for i in ids), pixels)
 
     def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
