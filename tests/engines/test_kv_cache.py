@@ -158,7 +158,7 @@ def test_a_window_longer_than_what_is_tried_is_asked_of_the_masks():
 
 
 MISTAKES = [
-    ("(self.lengths + self.counts)[None]", "(self.lengths + self.counts + 1)[None]"),  # positions
+    ("(self.after + self.counts)[None]", "(self.after + self.counts + 1)[None]"),  # positions
     ("self.positions <= now", "self.positions <= now + 1"),  # a row sees a key that is not written yet
     ("self.positions <= now", "self.positions < now"),  # a row does not see itself
     ("now - self.positions < window", "now - self.positions <= window"),

@@ -57,7 +57,7 @@ class Eyes:
             arguments = {name: sent(torch.cat([one[name] for one in pixels]), device) for name in pixels[0]}
             with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
                 out = self.whole.get_image_features(**arguments, return_dict=True)
-            layers = [flat(out.pooler_output), *map(flat, getattr(out, "deepstack_features", None) or ())]
+            layers = [stacked(out.pooler_output), *map(stacked, getattr(out, "deepstack_features", None) or ())]
             places = [self.sight.ids(picture_of(number)).count(number) for number in members]
             if sum(places) != len(layers[0]):
                 names = ", ".join(map(str, members))
@@ -218,7 +218,7 @@ def with_eyes(model: nn.Module, sight: Sight, learns: bool) -> nn.Module:
     return model
 
 
-def flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+def stacked(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the features of several pictures as one tensor, [n, D]."""
     several = features if isinstance(features, (list, tuple)) else [features]
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in several])

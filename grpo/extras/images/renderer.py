@@ -9,7 +9,7 @@ from grpo.env.pictures import MARK
 from grpo.system.errors import UserError
 
 
-class Seeing(TemplateRenderer):
+class SeeingRenderer(TemplateRenderer):
     """A renderer whose messages may have pictures. Inside it a prompt has one placeholder for each picture, so that it is
     compared and continued as text; outside it has all their places."""
 

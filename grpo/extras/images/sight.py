@@ -1,4 +1,4 @@
-"""What a model makes of a picture: the tokens that stand for it in a prompt, and the pixels that its tower reads.
+"""Makes of a picture the tokens that stand for it in a prompt, and the pixels that a model's tower reads.
 
 Both come from the processor in the model's own folder, so that a picture is counted once and by one rule.
 """
@@ -11,17 +11,13 @@ from io import BytesIO
 from itertools import count
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from grpo.env.chat_template import TemplateRenderer
 from grpo.env.pictures import Picture, picture_of
-from grpo.models.pretrained import Pretrained
 from grpo.system.errors import UserError, one_line
 
-SIGHTS: dict[tuple[Any, ...], "Sight"] = {}
 PIXELS = 1 << 30  # bytes of pixels that are kept in the host's memory
 # families whose pictures are tested here. Positions of the second have three dimensions; in the third, tokens of a picture see
 # each other
@@ -161,19 +157,6 @@ class Sight:
             place += len(whole) - before
         return tuple(short), pictures
 
-    def opened(self, model: nn.Module, learns: bool) -> nn.Module:
-        """Let a model see, in place."""
-        from grpo.extras.images.eyes import with_eyes
-
-        return with_eyes(model, self, learns)
-
-    def teach(self, renderer: TemplateRenderer) -> None:
-        """Let a renderer take pictures, in place."""
-        from grpo.extras.images.renderer import Seeing
-
-        if not isinstance(renderer, Seeing):
-            renderer.__class__ = type(type(renderer).__name__, (Seeing, type(renderer)), {})
-
     @cached_property
     def banned(self) -> list[int]:
         """The ids that no policy may sample, since a model reads pictures in their place."""
@@ -181,16 +164,6 @@ class Sight:
         tokens = [token for name in names if isinstance(token := getattr(self.processor, name, None), str)]
         ids = {self.repeated, self.placeholder, *self.tokenizer.convert_tokens_to_ids(tokens)}
         return sorted(i for i in ids if isinstance(i, int) and i >= 0)
-
-
-def sight_of(pretrained: Pretrained) -> Sight:
-    """Return the sight of a model, one for each folder and its settings."""
-    key = (pretrained.path, pretrained.revision, str(pretrained.pictures))
-    if key not in SIGHTS:
-        base = pretrained.base() or pretrained
-        tokenizer = AutoTokenizer.from_pretrained(base.path, revision=base.revision)
-        SIGHTS[key] = Sight(base.path, tokenizer, base.revision, pretrained.pictures)
-    return SIGHTS[key]
 
 
 def processor_of(

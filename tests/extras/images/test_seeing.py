@@ -9,7 +9,7 @@ from helpers.seeing import KINDS, drawn, made, plain
 
 from grpo.engines.builtin.engine import TransformersEngine, cache_for
 from grpo.engines.protocol import Sampling
-from grpo.extras.images.sight import sight_of
+from grpo.extras.images.door import sight_of
 from grpo.models.language import beside_language
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import microbatches, trusted
@@ -57,7 +57,7 @@ def seeing(request, tmp_path_factory, toy) -> SimpleNamespace:
 
 
 def batch_of(rows) -> TokenBatch:
-    """Return rows as a batch. What follows a prompt is sampled, but for pictures."""
+    """Return rows as a batch. The policy sampled all that follows a prompt, but for pictures."""
     before, after = max(len(prompt) for prompt, _ in rows), max(len(ids) for _, ids in rows)
     ids = torch.zeros(len(rows), before + after, dtype=torch.int64)
     real, mask = torch.zeros_like(ids), torch.zeros(len(rows), after, dtype=torch.bool)
