@@ -34,11 +34,10 @@ OF_PICTURES = (
 
 
 class Eyes:
-    """Turns ids of pictures into features and positions. whole: the module of tower, projector and decoder; learns: whether the
-    first two do."""
+    """Turns ids of pictures into features and positions. whole: the module of tower, projector and decoder."""
 
-    def __init__(self, whole: nn.Module, sight: Sight, learns: bool) -> None:
-        self.whole, self.sight, self.learns = whole, sight, learns
+    def __init__(self, whole: nn.Module, sight: Sight) -> None:
+        self.whole, self.sight = whole, sight
         self.kind = whole.config.model_type
         self.rotary, self.mutual = self.kind in ROTARY, self.kind in MUTUAL
         # of no user: layouts and caches are tried with two pictures of unequal sizes
@@ -55,8 +54,7 @@ class Eyes:
         for members in alike.values():
             pixels = [self.sight.pixels(number) for number in members]
             arguments = {name: sent(torch.cat([one[name] for one in pixels]), device) for name in pixels[0]}
-            with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
-                out = self.whole.get_image_features(**arguments, return_dict=True)
+            out = self.whole.get_image_features(**arguments, return_dict=True)
             layers = [stacked(out.pooler_output), *map(stacked, getattr(out, "deepstack_features", None) or ())]
             places = [self.sight.ids(picture_of(number)).count(number) for number in members]
             if sum(places) != len(layers[0]):
@@ -209,7 +207,7 @@ class Head:
 def with_eyes(model: nn.Module, sight: Sight, learns: bool) -> nn.Module:
     """Let a model see, in place. learns: whether tower and projector are trained too."""
     whole, decoder, head = model.base_model, model.get_decoder(), model.get_output_embeddings()
-    vars(decoder)["eyes"] = Eyes(whole, sight, learns)
+    vars(decoder)["eyes"] = Eyes(whole, sight)
     vars(head)["banned"] = torch.tensor(sight.banned)
     for part, kind in ((decoder, Sees), (whole, Whole), (head, Head)):
         if not isinstance(part, kind):

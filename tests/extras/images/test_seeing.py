@@ -18,7 +18,7 @@ from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import UserError
 
 PADDED = {"gemma3"}  # tokens of a picture see each other, which a plan does not have
-TALL, WIDE = drawn(40, 64, 1), drawn(90, 30, 2)
+TALL, WIDE = drawn(56, 84, 1), drawn(90, 30, 2)  # of 2 x 3 and 3 x 1 places in Qwen: six tokens take three positions
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -156,7 +156,7 @@ def test_what_reads_pictures_learns_if_it_is_asked_to(seeing):
 
 def test_rows_of_one_prompt_and_other_pictures_share_nothing(seeing):
     """The words are the same, and the pictures take as many places or not."""
-    same = drawn(40, 64, 3)
+    same = drawn(56, 84, 3)
     first, second = seeing.prompt(5, 6, TALL, 7), seeing.prompt(5, 6, same, 7)
     assert len(first) == len(second) and first != second
     rows = batch_of([(first, (20, 21)), (second, (20, 21)), (first, (22,)), (second, (22,))])
