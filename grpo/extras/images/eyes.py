@@ -55,7 +55,7 @@ class Eyes:
             pixels = [self.sight.pixels(number) for number in members]
             arguments = {name: sent(torch.cat([one[name] for one in pixels]), device) for name in pixels[0]}
             out = self.whole.get_image_features(**arguments, return_dict=True)
-            layers = [stacked(out.pooler_output), *map(stacked, getattr(out, "deepstack_features", None) or ())]
+            layers = [as_one(out.pooler_output), *map(as_one, getattr(out, "deepstack_features", None) or ())]
             places = [self.sight.ids(picture_of(number)).count(number) for number in members]
             if sum(places) != len(layers[0]):
                 names = ", ".join(map(str, members))
@@ -216,7 +216,7 @@ def with_eyes(model: nn.Module, sight: Sight, learns: bool) -> nn.Module:
     return model
 
 
-def stacked(features: Tensor | Sequence[Tensor]) -> Tensor:
+def as_one(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the features of several pictures as one tensor, [n, D]."""
     several = features if isinstance(features, (list, tuple)) else [features]
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in several])
