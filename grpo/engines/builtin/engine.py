@@ -124,7 +124,7 @@ class TransformersEngine:
             ids = torch.tensor([sequence], device=self.model.device)
             logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             logprobs = divided(logits, temperature).log_softmax(-1)  # [T-1, V]
-            actual = logprobs.gather(-1, ids[0, 1:, None])
+            actual = logprobs.gather(-1, ids[0, 1:, None].clamp(min=0))
             best = logprobs.topk(min(top, logprobs.shape[-1]))
             which = torch.cat([ids[0, 1:, None], best.indices], -1)  # [T-1, 1 + top]
             values = torch.cat([actual, best.values], -1)

@@ -95,7 +95,7 @@ class NextTokens:
         if self.sampling.repetition_penalty != 1:
             seen = torch.zeros(len(new), vocabulary, dtype=torch.bool)
             for row, i in zip(seen, new, strict=True):
-                row[list(self.prompts[i])] = True
+                row[[token for token in self.prompts[i] if token >= 0]] = True  # below 0: pictures
             seen = sent(seen, self.device)
             self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
 

@@ -116,6 +116,10 @@ def test_the_engine_samples_with_the_trainers_log_probabilities(seeing):
     )
     for row, one in zip(logprobs, done, strict=True):
         torch.testing.assert_close(row[: len(one.ids)], torch.tensor(one.logprobs), atol=1e-5, rtol=0)
+    scores = engine.score([prompts[4] + done[4].ids], top=2)[0][-len(done[4].ids) :]
+    found = [of_token[i] for i, of_token in zip(done[4].ids, scores, strict=True)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(done[4].logprobs), atol=1e-5, rtol=0)
+    assert engine.sample(prompts[:3], Sampling(max_tokens=2, repetition_penalty=1.5), range(3))
     assert cache_for(seeing.model)[0].__name__ == ("PaddedCache" if seeing.kind in PADDED else "KVCache")
 
 
