@@ -1,9 +1,10 @@
 """Measure the gap between the log-probabilities of engine and trainer in bfloat16, with the head of either of them in float32.
 
-    python benchmarks/head_gap.py [--engine vllm] [--vocabulary 8192] [--width 256] [--layers 4] [--samples 32] [--tokens 64]
+    python benchmarks/head_gap.py [--engine NAME] [--vocabulary 8192] [--width 256] [--layers 4] [--samples 32] [--tokens 64]
 
 A Llama with random weights, whose logits have a standard deviation of 4. The engine samples, and the trainer scores the same
-tokens: prints the mean and the largest absolute difference in nats, on a CPU. --engine vllm needs vLLM.
+tokens: prints the mean and the largest absolute difference in nats, on a CPU. NAME: transformers (the built-in engine), vllm,
+vllm_shared or vllm_server, which starts a server for each head.
 """
 
 import argparse
@@ -72,24 +73,35 @@ def both(model: LlamaForCausalLM) -> dict[str | None, LlamaForCausalLM]:
     return {None: model, "float32": in_float32(deepcopy(model))}
 
 
+def opened(name: str, folder: str, head: str | None) -> Engine:
+    """Return an engine for the model of a folder, in bfloat16. name: see above; head: number type of its head."""
+    if name == "transformers":
+        return TransformersEngine()
+    settings = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 27, "hf_overrides": {"head_dtype": head}}
+    if name == "vllm_server":
+        from grpo.extras.vllm_server.engine import VLLMServerEngine
+
+        more = {"dtype": "bfloat16", "skip_tokenizer_init": True}  # the folder has no tokenizer
+        return VLLMServerEngine(folder, launch=True, args=settings | more, folder=f"{folder}/weights", logs=folder)
+    from grpo.engines.vllm.engine import VLLMEngine
+    from grpo.extras.shared_weights.shared import VLLMSharedEngine
+
+    return {"vllm": VLLMEngine, "vllm_shared": VLLMSharedEngine}[name](folder, dtype="bfloat16", args=settings)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    names = ["transformers", "vllm", "vllm_shared", "vllm_server"]
+    parser.add_argument("--engine", choices=names, default=names[0])
     for name, default in {"vocabulary": 8192, "width": 256, "layers": 4, "samples": 32, "tokens": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(arguments)
     models = both(policy(args.vocabulary, args.width, args.layers))
     print(f"{'engine':>10} {'trainer':>10} {'mean':>9} {'largest':>9}")
     with tempfile.TemporaryDirectory() as folder:
+        models[None].save_pretrained(folder)
         for of_engine in DTYPES:
-            if args.engine == "vllm":
-                from grpo.engines.vllm.engine import VLLMEngine
-
-                models[None].save_pretrained(folder)
-                settings = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
-                engine = VLLMEngine(folder, "bfloat16", args=settings | {"hf_overrides": {"head_dtype": of_engine}})
-            else:
-                engine = TransformersEngine()
+            engine = opened(args.engine, folder, of_engine)
             engine.load_weights(models[of_engine], 0)
             batch = sampled(engine, args.vocabulary, args.samples, args.tokens)
             engine.close()

@@ -35,12 +35,11 @@ class Pretrained:
     dtype: of the parameters. 16-bit parameters are trained through float32 masters (master_weights.py); in
     float16 the loss has a scale. quantization: of the base of an adapter; quantizer: what stores it so, in
     place, called with the model and the quantization. head_dtype: of the product with the vocabulary matrix, None
-    for `dtype`; head: what lets a model compute so, in place. vision: whether messages may have pictures, and whether
-    the tower that reads them learns; pictures: settings of the model's image processor, as max_pixels; eyes: what
-    sees. chat_template: None for the tokenizer's, a file with
-    another one, or "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a
-    GPU, see grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys,
-    in errors.
+    for `dtype`; head: what lets a model compute so, in place, called with the model and the type. vision: whether
+    messages may have pictures, and whether the tower that reads them learns; pictures: settings of the model's image
+    processor, as max_pixels; eyes: what sees. chat_template: None for the tokenizer's, a file with another one, or
+    "none" for prompts of plain text, for a base model. kernels: of a policy that learns on a GPU, see
+    grpo/extras/kernels/liger.py; auto: Liger's if they are installed. called: the group of its keys, in errors.
     """
 
     path: str
@@ -82,8 +81,8 @@ class Pretrained:
             if getattr(self, key) and getattr(self, slot) is None:
                 line = f"{self.called}.{key}={getattr(self, key)} needs {self.called}.{slot}"
                 raise UserError(f"{line}, the function that conf/model/base.yaml names; or set it to null")
-        if self.head_dtype:
-            model = self.head(model)
+        if self.head:
+            model = self.head(model, self.head_dtype)
         if self.vision:
             model = self.eyes(self).opened(model, learns=self.vision == "trained")
         return self.quantizer(model, self.quantization) if self.quantization else learning(model)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from grpo.engines.auto import auto_engine
@@ -227,9 +228,52 @@ def test_filters(sampling, kept):
 
 def test_draw_reads_the_cumulative_distribution():
     uniform = tensor([0.0, 0.49, 0.51, 0.79, 0.81, 0.94, 0.96, 1 - 1e-16], dtype=torch.float64)
-    assert draw(LOGITS.expand(8, -1), uniform).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    banned = LOGITS.masked_fill(tensor([[True, False, False, True]]), -torch.inf)
-    assert draw(banned.expand(2, -1), tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 2]
+    for weights in (LOGITS.softmax(-1), 3 * LOGITS.exp()):
+        assert draw(weights.expand(8, -1), uniform).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        banned = weights.masked_fill(tensor([[True, False, False, True]]), 0)
+        assert draw(banned.expand(2, -1), tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 2]
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operations on tensors of [rows, V] that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        got = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.count += any(isinstance(x, torch.Tensor) and x.shape[-1:] == (1000,) for x in (*args, got))
+        return got
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "passes"),
+    [
+        (torch.float32, {}, 8),  # most, less it, exp, sum, float64, cumulative sum, search; and the drawn token's
+        (torch.bfloat16, {}, 9),
+        (torch.bfloat16, {"temperature": 0.7}, 10),
+        (torch.bfloat16, {"top_k": 5}, 13),  # largest, smaller ones, without them, softmax
+        (torch.float32, {"temperature": 0.0}, 6),
+    ],
+)
+def test_a_step_passes_over_the_logits_as_often_as_it_must(dtype, settings, passes):
+    """The draw and the log-probability share one exponential, and both are right."""
+    draws = NextTokens([(1,)] * 4, Sampling(2, **settings), range(4), torch.device("cpu"))
+    draws.join(range(4), 1000)
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with Passes() as counted:
+        token = draws.step(logits)
+    assert counted.count == passes
+    scaled = logits.double() / (draws.sampling.temperature or 1)
+    torch.testing.assert_close(
+        draws.logprobs[:, 0].double(), scaled.log_softmax(-1)[range(4), token], atol=1e-6, rtol=0
+    )
+    if draws.sampling.temperature:
+        weights = filter_logits(scaled, draws.sampling).softmax(-1)
+        below, above = ((weights.cumsum(-1) - shift * weights)[range(4), token] for shift in (1, 0))
+        assert (below <= draws.uniform[:, 0] + 1e-6).all() and (draws.uniform[:, 0] <= above + 1e-6).all()
+    else:
+        assert token.tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_penalty_makes_what_was_there_less_likely(engine, toy_model):

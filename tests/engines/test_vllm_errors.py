@@ -5,6 +5,7 @@ import pytest
 from grpo.engines.vllm import package
 from grpo.engines.vllm.engine import VLLMEngine
 from grpo.engines.vllm.errors import memory_advice
+from grpo.engines.vllm.settings import check_args
 from grpo.system.errors import UserError
 
 RAISE, LOWER = "raise engine.args.gpu_memory_utilization", "lower engine.args.gpu_memory_utilization"
@@ -45,6 +46,13 @@ def test_the_second_model_runner_is_refused(monkeypatch):
     line = r"VLLM_USE_V2_MODEL_RUNNER=1, and log-probabilities .* at temperature 1: unset the variable"
     with pytest.raises(UserError, match=line):
         package.import_vllm()
+
+
+def test_a_watermark_is_refused():
+    """vLLM would take the second model runner for it, whatever the environment says, and change the draws."""
+    with pytest.raises(UserError, match=r"engine.args.watermark_config changes the draws.*: remove it"):
+        check_args({"watermark_config": {"seed": 1}})
+    check_args({"watermark_config": None, "speculative_config": {"method": "ngram"}})
 
 
 def test_a_start_is_announced(caplog):

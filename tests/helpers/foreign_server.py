@@ -23,6 +23,11 @@ def generated(logprobs, version="default", finish="length"):
     return {"choices": [choice]}
 
 
+def info(dtype: str, **overrides: str) -> dict:
+    """Return what a server answers whose layers have this number type. overrides: of its model's config.json."""
+    return {"vllm_config": {"model_config": {"dtype": f"torch.{dtype}", "hf_overrides": overrides or None}}}
+
+
 class Foreign:
     """A server with given answers. routes: for each route (status, JSON or bytes), or a function from the request to that.
 
@@ -38,6 +43,7 @@ class Foreign:
             "/health": (200, None),
             "/v1/models": (200, MODELS),
             "/weight_info": lambda _: (200, {"weight_version": self.label}),
+            "/server_info": (200, info("float32")),
             "/reset_prefix_cache": (200, {"success": True}),
             "/update_weight_version": self.take,
             "/inference/v1/generate": lambda body: (

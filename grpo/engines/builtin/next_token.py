@@ -12,17 +12,17 @@ from torch import Tensor
 
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import Completion
+from grpo.models.token_scores import divided
 from grpo.system.memory import sent
 
 LOGITS_PER_DRAW = 1 << 25  # logits processed at once; each takes about five more numbers of memory
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Set logits to -inf where top-k, top-p (after top-k) or min-p excludes the token. logits: [B, V].
-    Returns [B, V].
+    """Set logits to -inf where top-k, top-p (after top-k) or min-p excludes the token. logits: [B, V]. Returns [B, V].
 
-    top-p keeps the smallest set of most likely tokens whose probability reaches top_p. min-p keeps tokens
-    that are at least min_p times as likely as the most likely one (arXiv 2407.01082).
+    top-p keeps the smallest set of most likely tokens whose probability reaches top_p. min-p keeps tokens that are at least min_p
+    times as likely as the most likely one (arXiv 2407.01082).
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
@@ -38,27 +38,25 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of tokens that occurred before, see `Sampling`. logits: [B, V]; seen: [B, V] bool.
-    Returns [B, V]."""
+    """Lower the logits of tokens that occurred before, see `Sampling`. logits: [B, V]; seen: [B, V] bool. Returns [B, V]."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token at which the cumulative distribution passes `uniform`. logits: [B, V]; uniform: [B] in
-    [0, 1).
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return the token at which the cumulative distribution passes `uniform`. weights: [B, V], in proportion to probabilities;
+    uniform: [B] in [0, 1).
 
-    One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of
-    `uniform`: float64 if the device supports it, since vocabularies are large. Returns [B] int64.
+    One number per row decides, so a row's draw depends on its own seed only. Sums are in the dtype of `uniform`: float64 if the
+    device supports it, since vocabularies are large. Returns [B] int64.
     """
     # with dtype=, cumsum would make two tensors of that size
-    cumulative = logits.softmax(-1).to(uniform.dtype).cumsum_(-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]  # rounding leaves the sum a little off 1
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    cumulative = weights.to(uniform.dtype).cumsum_(-1)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
 class NextTokens:
-    """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for
-    every row."""
+    """Draws and stores the tokens of n samples. Mutable: rows join and leave, and each step draws a token for every row."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class NextTokens:
         uniform = self.uniform[self.rows, self.counts].split(size)
         seen = repeat(None) if self.seen is None else self.seen.split(size)
         of_all, own = self.sampling.temperature or 1.0, self.temperatures
-        temperature = repeat(of_all) if own is None else own[self.rows, None].split(size)
+        temperature = repeat(of_all) if own is None else own[self.rows].split(size)
         drawn = [self.drawn(*piece) for piece in zip(logits.split(size), uniform, temperature, seen, strict=False)]
         token, logprobs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         self.tokens[self.rows, self.counts] = token
@@ -119,17 +117,20 @@ class NextTokens:
     def drawn(
         self, logits: Tensor, uniform: Tensor, temperature: float | Tensor, seen: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b].
-        logits: [b, V]. temperature: a number, or [b, 1]."""
+        """Return a token for each row, [b], and its log-probability under the model at this temperature, [b]. logits: [b, V].
+        temperature: a number, or [b]."""
         sampling = self.sampling
-        scaled = logits.float() / temperature
+        scaled = divided(logits.float(), temperature)
+        # as in `scores_of_rows`: a CPU's log_softmax is less exact; and the draw takes the same weights
+        most = scaled.amax(-1, keepdim=True)
+        weights = (scaled - most).exp_()
+        log_total = weights.sum(-1, keepdim=True).log()
         penalized = scaled if seen is None else penalize(scaled, seen, sampling.repetition_penalty)
-        is_greedy = sampling.temperature == 0
-        token = penalized.argmax(-1) if is_greedy else draw(filter_logits(penalized, sampling), uniform)
-        # as in `scores_of_rows`: a CPU's log_softmax is less exact
-        below = scaled - scaled.amax(-1, keepdim=True)
+        filtered = filter_logits(penalized, sampling)
+        shares = weights if filtered is scaled else filtered.softmax(-1)
+        token = filtered.argmax(-1) if sampling.temperature == 0 else draw(shares, uniform)
         # without penalty and filters: the trainer knows neither, and the ratio compares with its log-probabilities
-        return token, below.gather(-1, token[:, None]).squeeze(-1) - below.exp().sum(-1).log()
+        return token, (scaled.gather(-1, token[:, None]) - most - log_total).squeeze(-1)
 
     def tails(self, width: int) -> list[list[int]]:
         """Return the last tokens of each row, at most `width` of them. Waits for the device."""
@@ -138,14 +139,12 @@ class NextTokens:
         return [ids[max(0, width - count) :] for ids, count in zip(last, self.lengths, strict=True)]
 
     def due(self, every: int) -> bool:
-        """Return whether to ask `ended`: after `every` steps, and if a row has as many tokens as it may
-        have."""
+        """Return whether to ask `ended`: after `every` steps, and if a row has as many tokens as it may have."""
         return self.unseen >= every or max(self.lengths) == self.sampling.max_tokens
 
     def ended(self, stop_ids: Collection[int], unwanted: Collection[int]) -> dict[int, tuple[int, bool]]:
-        """Return the rows that have ended, each with its number of tokens until then, and whether the last
-        token ended it (else a limit or the caller did). Waits for the device. stop_ids: tokens that end a
-        row. unwanted: samples that end now."""
+        """Return the rows that have ended, each with its number of tokens until then, and whether the last token ended it (else a
+        limit or the caller did). Waits for the device. stop_ids: tokens that end a row. unwanted: samples that end now."""
         stop, ended = self.sampling.stop, {}
         last = self.tails(self.unseen + (stop.width - 1 if stop else 0))
         for row, (ids, length) in enumerate(zip(last, self.lengths, strict=True)):

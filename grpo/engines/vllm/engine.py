@@ -25,7 +25,7 @@ from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.engines.room import WORK, Room
 from grpo.engines.vllm.errors import short_errors
 from grpo.engines.vllm.package import import_vllm, mend_cpu_build
-from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_draft, check_head, params_of, params_of_each
+from grpo.engines.vllm.settings import ARGS, CPU_ARGS, GPU_SHARE, check_args, check_head, params_of, params_of_each
 from grpo.engines.vllm.turns import Turns
 from grpo.engines.weights import as_in_files, buckets, eos_token_ids
 from grpo.env.tokens import Completion
@@ -98,7 +98,7 @@ class VLLMEngine:
             defaults |= CPU_ARGS
             mend_cpu_build()
         args = {name: value for name, value in (args or {}).items() if value is not None}
-        check_draft(args)
+        check_args(args)
         self._has_draft = "speculative_config" in args
         self._bound = bounded(args, most_tokens)
         self._new = partial(LLM, path, dtype=dtype, **defaults | self._bound | args, **ARGS)
@@ -201,9 +201,7 @@ class VLLMEngine:
         if self._asleep:
             raise UserError("vLLM sleeps and has freed its weights: call load_weights before the next sample")
         if self._has_draft and (sampling.min_p or (sampling.vllm or {}).get("logit_bias")):
-            raise UserError(
-                "vLLM takes no min_p and no logit_bias beside engine.args.speculative_config: leave one out"
-            )
+            raise UserError("vLLM takes no min_p or logit_bias beside engine.args.speculative_config: leave one out")
         plain = params_of(prompts, sampling, self._eos, self.context, bool(self._bound))
         each = params_of_each(plain, len(prompts), temperatures)
         params = [self._params(own, seed) for own, seed in zip(each, seeds, strict=True)]

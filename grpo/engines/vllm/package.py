@@ -17,9 +17,7 @@ def import_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vllm is imported
     # `transfer.exact_logprobs` patches the first model runner
     if (given := os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")) != "0":
-        line = (
-            f"VLLM_USE_V2_MODEL_RUNNER={given}, and log-probabilities of that model runner are those at temperature 1"
-        )
+        line = f"VLLM_USE_V2_MODEL_RUNNER={given}, and log-probabilities of that runner are those at temperature 1"
         raise UserError(f"{line}: unset the variable, so that this engine takes the first one")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:

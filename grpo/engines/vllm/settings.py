@@ -1,5 +1,4 @@
-"""Arguments of vLLM and parameters of its requests, for vLLM in this process and for servers. Does not import
-vLLM."""
+"""Arguments of vLLM and parameters of its requests, for vLLM in this process and for servers. Does not import vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,9 +27,10 @@ GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU to
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling
 
 
-def check_draft(args: Mapping[str, Any]) -> None:
-    """Raise UserError for a draft that vLLM takes without asking the model: the samples would be another
-    policy's."""
+def check_args(args: Mapping[str, Any]) -> None:
+    """Raise UserError if samples would be another policy's: a watermark, or a draft that vLLM takes without asking the model."""
+    if args.get("watermark_config"):
+        raise UserError("engine.args.watermark_config changes the draws, so samples are not the policy's: remove it")
     draft = args.get("speculative_config")
     if isinstance(draft, Mapping) and draft.get("rejection_sample_method") == "synthetic":
         key = "engine.args.speculative_config.rejection_sample_method=synthetic"
@@ -38,19 +38,18 @@ def check_draft(args: Mapping[str, Any]) -> None:
 
 
 def params_of_each(plain: Mapping[str, Any], count: int, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
-    """Return the arguments of `params_of` for each of `count` prompts, with its own temperature. Raises
-    UserError."""
+    """Return the arguments of `params_of` for each of `count` prompts, with its own temperature. Raises UserError."""
     for temperature in temperatures or ():
         check_temperature(temperature)
     return [{**plain, "temperature": temperature} for temperature in temperatures or [plain["temperature"]] * count]
 
 
-def check_head(model: torch.nn.Module, head: torch.dtype, dtype: torch.dtype) -> None:
-    """Raise UserError if policy or vLLM alone computes its head in float32, where both compute in 16 bits: they would
-    differ more than if neither did. head, dtype: number types of vLLM."""
+def check_head(model: torch.nn.Module, head: torch.dtype, dtype: torch.dtype, engine: str = "vLLM") -> None:
+    """Raise UserError if policy or vLLM alone computes its head in float32, where both compute in 16 bits: they would differ more
+    than if neither did. head, dtype: number types of vLLM, which errors call `engine`."""
     ours = has_float32_head(model)
     if ours != (head == torch.float32) and (ours or torch.float32 not in (dtype, model.dtype)):
-        line = f"only {'the policy' if ours else 'vLLM'} computes the head in float32: their gap would grow"
+        line = f"only {'the policy' if ours else engine} computes the head in float32: their gap would grow"
         raise UserError(f"{line}; set model.head_dtype=float32, and leave engine.args.hf_overrides.head_dtype as it is")
 
 
@@ -63,8 +62,7 @@ def check_temperature(temperature: float) -> None:
 def params_of(
     prompts: Prompts, sampling: Sampling, eos: Sequence[int], context: int | None, whole: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a
-    server applies.
+    """Return the arguments of vLLM's SamplingParams without the seed; all are given, so that no default of a server applies.
 
     context: largest number of tokens of a prompt and its completion together; None if unknown. whole: whether
     it must hold max_tokens of each completion, since no longer sequence was expected; otherwise a completion

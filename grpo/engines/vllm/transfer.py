@@ -135,9 +135,8 @@ def exact_logprobs() -> None:
     verify, gathered = RejectionSampler.forward, RejectionSampler._get_logprobs_tensors
     # values of the step being sampled
     now: dict[str, Tensor | None] = {"temperature": None, "unmasked": None}
-    draft = dict(
-        now
-    )  # the same, for the step's drafts: the sampler, which draws the token after a draft, forgets its own
+    # the same, for the step's drafts: the sampler, which draws the token after a draft, forgets its own
+    draft = dict(now)
 
     # logits: [requests, V]
     def masked(scheduler_output, grammar_output, input_batch, logits: Tensor) -> None:
@@ -152,9 +151,8 @@ def exact_logprobs() -> None:
             now["temperature"] = now["unmasked"] = None
 
     def compute_logprobs(logits: Tensor) -> Tensor:
-        return at_temperature(logits if now["unmasked"] is None else now["unmasked"], now["temperature"]).log_softmax(
-            -1
-        )
+        unmasked = logits if now["unmasked"] is None else now["unmasked"]
+        return at_temperature(unmasked, now["temperature"]).log_softmax(-1)
 
     # with a draft the logits of a step are [tokens of all drafts + requests, V], each request's side by side
     def verified(self, metadata, draft_probs, logits, sampling_metadata):

@@ -62,10 +62,14 @@ class ExactProduct(Function):
             return of_logits @ weight if of_states else None, of_logits.T @ states if of_weight else None
 
 
-def in_float32(model: nn.Module) -> nn.Module:
+def in_float32(model: nn.Module, dtype: str | None = "float32") -> nn.Module:
     """Let the head of a model compute in float32, in place; its parameters stay, tied or not. Raises UserError if it is no
-    linear layer of torch."""
+    linear layer of torch. dtype: None lets one that did so compute as the model does."""
     head = model.get_output_embeddings()
+    if dtype is None:
+        if type(head) is Float32Head:
+            head.__class__ = nn.Linear
+        return model
     if type(head) not in (nn.Linear, Float32Head):
         line = f"head_dtype=float32 needs a linear layer as the head, and that of {type(model).__name__}"
         raise UserError(f"{line} is {type(head).__name__}: set it to null")

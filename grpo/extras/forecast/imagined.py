@@ -237,8 +237,8 @@ def in_sampling(
         kind = torch.float32 if has_float32_head(policy) else dtype
         logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=kind)
         at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]
-        uniform = at_once.new_empty(len(at_once), dtype=torch.float64)
-        NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, 1.0, None)
+        uniform, heat = at_once.new_empty(len(at_once), dtype=torch.float64), plan.sampling.temperature or 1.0
+        NextTokens((), plan.sampling, (), torch.device("cpu")).drawn(at_once, uniform, heat, None)
     return live.most.total()
 
 

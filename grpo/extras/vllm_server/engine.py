@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from grpo.engines.context import Bound, bounded
 from grpo.engines.logprobs import is_logprob
 from grpo.engines.protocol import Done, Prompts, Sampling
-from grpo.engines.vllm.settings import check_draft, params_of, params_of_each
+from grpo.engines.vllm.settings import check_args, check_head, params_of, params_of_each
 from grpo.engines.weights import as_in_files, eos_token_ids
 from grpo.env.tokens import Completion
 from grpo.extras.network.answers import addresses
@@ -82,7 +82,7 @@ class VLLMServerEngine:
         key_from: str = "VLLM_API_KEY",
     ) -> None:
         urls = [] if launch else addresses(urls, "engine.urls", "; or set engine.launch=true")
-        check_draft(args or {})
+        check_args(args or {})
         path = base_path(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
         self.version: int | None = None
@@ -163,6 +163,10 @@ class VLLMServerEngine:
         if ours != self._head:
             line = f"the policy's head_dtype is {ours or 'null'}, and the servers' is {self._head or 'null'}"
             raise UserError(f"{line}: leave engine.args.hf_overrides.head_dtype as it is")
+        for server in self._fleet.servers:
+            if server.dtypes:
+                head, dtype = (getattr(torch, name, None) for name in server.dtypes)
+                check_head(model, head, dtype, f"the vLLM server at {server.url}")
         tensors = adapter_tensors(model) if self.sync == "lora" else as_in_files(model)
         try:
             if distributed.rank() == 0:

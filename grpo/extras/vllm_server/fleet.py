@@ -22,7 +22,7 @@ class Fleet(ServerPool):
     """The servers that sample for a run.
 
     way: how weights reach a server. last_id: the largest id of the model's vocabulary. head_dtype: of the policy's head, if it
-    has its own; a server that somebody else started must have it too.
+    has its own; a server that this process did not start must have it too.
     """
 
     called = "vLLM server"
@@ -82,19 +82,22 @@ class Fleet(ServerPool):
         for route in [GENERATE, LOAD_ADAPTER] if isinstance(self.way, Lora) else [GENERATE]:
             with suppress(Refused):  # the route exists: it refuses only the empty request
                 await server.ask(route, {})
-        if self.head_dtype and not server.start:
-            await check_head_of(server, self.head_dtype)
+        if server.start is None:
+            server.dtypes = head, _ = await dtypes_of(server)
+            if self.head_dtype not in (None, head):
+                line = (
+                    f"the vLLM server at {server.url} computes the head in {head}, and the policy in {self.head_dtype}"
+                )
+                raise UserError(f"{line}: {server.advice}")
 
 
-async def check_head_of(server: RemoteServer, wanted: str) -> None:
-    """Raise UserError unless a server computes its head in this number type. To answer, it takes seconds to list its packages."""
+async def dtypes_of(server: RemoteServer) -> tuple[str, str]:
+    """Return the number types of a server's head and of its other layers. To answer, it takes seconds to list its packages."""
     answer = await server.ask(INFO, post=False)
     with server.reading(INFO, answer):
         config = answer["vllm_config"]["model_config"]
-        given = (config["hf_overrides"] or {}).get("head_dtype") or config["dtype"].rpartition(".")[2]
-    if given != wanted:
-        line = f"the vLLM server at {server.url} computes the head in {given}, and the policy in {wanted}"
-        raise UserError(f"{line}: {server.advice}")
+        dtype = config["dtype"].rpartition(".")[2]
+        return (config["hf_overrides"] or {}).get("head_dtype") or dtype, dtype
 
 
 async def check_exact(server: RemoteServer, last_id: int) -> None:

@@ -62,8 +62,8 @@ class RemoteServer:
     `ended` returns one line if it has ended, else None, `start` starts it again, `starts` counts this since its latest
     completion, `loads_until` is when it must answer.
     ready: whether it may be asked for completions; fault: why not. context: its limit of tokens, None before `labels`.
-    exact: see `fleet.check_exact`; False until it was checked. slots: for requests at a time, of all threads. recompute: see
-    `VLLMServerEngine`.
+    exact: see `fleet.check_exact`; False until it was checked. dtypes: of its head and of its other layers; None for one that
+    this process started. slots: for requests at a time, of all threads. recompute: see `VLLMServerEngine`.
     """
 
     url: str
@@ -77,6 +77,7 @@ class RemoteServer:
     fault: Exception | None = None
     context: int | None = None
     exact: bool = False
+    dtypes: tuple[str, str] | None = None
     slots: threading.Semaphore = field(default_factory=threading.Semaphore)
     recompute: bool = True
     key_from: str = "VLLM_API_KEY"

@@ -1,6 +1,7 @@
 """A head in float32: the numbers by hand, the same in every path, and a smaller gap between engine and trainer on both sides."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import head_gap  # benchmarks/head_gap.py
 import pytest
@@ -203,6 +204,8 @@ def test_a_copy_a_teacher_and_a_saved_model_have_it(toy, tmp_path):
     assert type(Pretrained(str(tmp_path), head_dtype="float32", head=in_float32).outline().lm_head) is Float32Head
     given = InMemory(str(toy), head_dtype="float32", head=in_float32, given=Pretrained(str(toy)).model())
     assert type(given.model().lm_head) is type(given.model().lm_head) is Float32Head
+    assert type(replace(given, head_dtype=None).model().lm_head) is nn.Linear  # the same object, in a run without it
+    assert not head.has_float32_head(given.given)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -262,12 +265,14 @@ def test_one_side_alone_is_refused(ours, of_policy, theirs, of_vllm, line):
 
 
 def test_the_forecast_of_a_rollout_counts_logits_in_float32():
-    """1,024 rows are sampled at once, which takes more than to read 8 prompts; each logit has two bytes more."""
-    plan, sizes = Plan(8, 128, 1, Sampling(4)), []
-    for ready in (lambda model: model, in_float32):
-        model = ready(model_of("llama").bfloat16())
-        sizes.append(in_sampling(model, torch.bfloat16, plan, 1, [*model.parameters()]))
-    assert sizes[1] - sizes[0] == 2 * 1024 * model.config.vocab_size
+    """1,024 rows are sampled at once, which takes more than to read 8 prompts. Each logit has two bytes more; at temperature 1
+    there is no copy in float32, of four."""
+    for temperature, more in ((0.7, 2), (1.0, 2 - 4)):
+        plan, sizes = Plan(8, 128, 1, Sampling(4, temperature=temperature)), []
+        for ready in (lambda model: model, in_float32):
+            model = ready(model_of("llama").bfloat16())
+            sizes.append(in_sampling(model, torch.bfloat16, plan, 1, [*model.parameters()]))
+        assert sizes[1] - sizes[0] == more * 1024 * model.config.vocab_size
 
 
 def test_no_rows_have_no_logits_and_a_gradient():

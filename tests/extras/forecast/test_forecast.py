@@ -197,7 +197,7 @@ def test_logits_of_a_head_in_float32_are_counted(folders):
         most, _ = really(run, 30)
         found[kind]["pass"] = found[kind]["activations"] + found[kind]["logits"]
         assert found[kind]["pass"] == most
-    assert found["float32"]["pass"] > found["null"]["pass"] and found["float32"]["sampling"] > found["null"]["sampling"]
+    assert found["float32"]["pass"] > found["null"]["pass"]
     assert found["float32"]["weights"] == found["null"]["weights"]
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 from conftest import ROOT
-from helpers.foreign_server import Foreign, generated
+from helpers.foreign_server import Foreign, generated, info
 from torch import nn
 
 from grpo.engines.protocol import Sampling
@@ -48,23 +48,17 @@ def test_a_server_without_a_route_is_told_what_it_lacks(toy, routes, sync, line)
 
 
 @pytest.mark.parametrize(
-    ("config", "line"),
+    ("answer", "line"),
     [
-        (
-            {"dtype": "torch.bfloat16", "hf_overrides": {}},
-            "computes the head in bfloat16, and the policy in float32: is it vLLM",
-        ),
-        (
-            {"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float16"}},
-            "in float16.*--hf-overrides .*float32",
-        ),
-        ({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}, ""),
-        ({"dtype": "torch.float32", "hf_overrides": None}, ""),
+        (info("bfloat16"), "computes the head in bfloat16, and the policy in float32: is it vLLM"),
+        (info("bfloat16", head_dtype="float16"), "in float16.*--hf-overrides .*float32"),
+        (info("bfloat16", head_dtype="float32"), ""),
+        (info("float32"), ""),
     ],
 )
-def test_a_server_that_somebody_started_must_have_the_head_of_the_policy(toy, config, line):
+def test_a_server_that_somebody_started_must_have_the_head_of_the_policy(toy, answer, line):
     args = {"hf_overrides": {"head_dtype": "float32"}}
-    with Foreign(**{"/server_info": (200, {"vllm_config": {"model_config": config}})}) as foreign:
+    with Foreign(**{"/server_info": (200, answer)}) as foreign:
         if line:
             return refused(toy, [foreign.url], line, args=args)
         engine = VLLMServerEngine(str(toy), [foreign.url], args=args)
@@ -72,6 +66,28 @@ def test_a_server_that_somebody_started_must_have_the_head_of_the_policy(toy, co
             UserError, match=r"the policy's head_dtype is null, and the servers' is float32: leave engine.args"
         ):
             engine.load_weights(Pretrained(str(toy)).model(), 0)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "dtype", "refuses"),
+    [
+        (info("bfloat16", head_dtype="float32"), "bfloat16", True),
+        (info("bfloat16", head_dtype="float32"), "float32", False),  # nearer to a policy in float32
+        (info("bfloat16", head_dtype="model"), "bfloat16", False),
+        (info("float32"), "bfloat16", False),  # all of the server is in float32
+    ],
+)
+def test_a_server_whose_head_alone_is_in_float32_is_refused(toy, tmp_path, answer, dtype, refuses):
+    with Foreign(**{"/server_info": (200, answer)}) as foreign:
+        engine = VLLMServerEngine(str(toy), [foreign.url], folder=str(tmp_path / "weights"))
+        model = Pretrained(str(toy), dtype=dtype).model()
+        if refuses:
+            line = f"only the vLLM server at {foreign.url} computes the head in float32.*; set model.head_dtype=float32"
+            with pytest.raises(UserError, match=line):
+                engine.load_weights(model, 0)
+        else:
+            engine.load_weights(model, 0)
         engine.close()
 
 
