@@ -58,7 +58,7 @@ class Eyes:
             layers = [as_one(out.pooler_output), *map(as_one, getattr(out, "deepstack_features", None) or ())]
             places = [self.sight.ids(picture_of(number)).count(number) for number in members]
             if sum(places) != len(layers[0]):
-                names = ", ".join(map(str, members))
+                names = ", ".join(picture_of(number).name for number in members)
                 raise UserError(
                     f"pictures {names} have {sum(places)} places in prompts, and {len(layers[0])} features of the tower"
                 )

@@ -1,6 +1,6 @@
 """Prompts with pictures: the template writes one placeholder for each, and each becomes the tokens of its picture."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from grpo.env.chat_template import TemplateRenderer
@@ -21,12 +21,13 @@ class SeeingRenderer(TemplateRenderer):
             raise UserError(
                 "prompts with pictures cannot be cut to their last tokens: leave out task.prompt_limit, or drop longer ones"
             )
-        if pictures and self.tokenizer.chat_template is None:  # it writes the texts as they are
-            messages = [
-                replace(m, content=m.content.replace(MARK, sight.text), pictures=()) if m.pictures else m
-                for m in messages
-            ]
         return sight.expanded(super().prompt_ids(messages, tools, sight.folded(before)[0]), pictures)
+
+    def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
+        if pictures_of(messages) and self.tokenizer.chat_template is None:  # it writes the texts as they are
+            shown = self.tokenizer.sight.text
+            messages = [replace(m, content=m.content.replace(MARK, shown), pictures=()) if m.pictures else m for m in messages]
+        return super().texts(messages, tools)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return super()._decoded(self.tokenizer.sight.folded(ids)[0])

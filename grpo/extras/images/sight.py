@@ -4,7 +4,7 @@ Both come from the processor in the model's own folder, so that a picture is cou
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -156,6 +156,13 @@ class Sight:
             short.append(self.placeholder)
             place += len(whole) - before
         return tuple(short), pictures
+
+    @cached_property
+    def checks(self) -> Mapping[str, Callable[[Any], Any]]:
+        """What the preflight checks of a policy that sees, by name."""
+        from grpo.extras.images.preflight import CHECKS
+
+        return CHECKS
 
     @cached_property
     def banned(self) -> list[int]:

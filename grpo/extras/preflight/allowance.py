@@ -48,7 +48,9 @@ def slowest(seconds: float) -> float:
 
 def shortened(rows: TokenBatch, tokens: int, sampled: int | None = None) -> TokenBatch:
     """Return shorter rows, of at most `tokens` tokens each, 8 at least: the end of the prompt, and the beginning of what follows,
-    at most half of them if the prompt has the other half, and at most `sampled`."""
+    at most half of them if the prompt has the other half, and at most `sampled`. A picture has no parts: rows with one stay."""
+    if bool((rows.ids < 0).any()):
+        return rows
     tokens = max(8, tokens)
     after = min(rows.completion_width, max(tokens // 2, tokens - rows.prompt_width), max(1, sampled or tokens))
     before = max(1, min(rows.prompt_width, tokens - after))

@@ -56,7 +56,9 @@ class PreflightCallback(L.Callback):
     ) -> None:
         both = {"mode": settings} if isinstance(settings, str) else settings
         self.mode = both["mode"]
-        checks = CHECKS | checks_of(parts or {})
+        # a model that sees has checks of its own
+        self.checks = CHECKS | getattr(getattr(tokenizer, "sight", None), "checks", {})
+        checks = self.checks | checks_of(parts or {})
         self.waived = {check_named(part, checks) for part in both.get("skip", ())}
         require("preflight", self.mode, Mode)
         self.rollout, self.evaluator, self.examples = rollout, evaluator, examples
@@ -84,7 +86,7 @@ class PreflightCallback(L.Callback):
             return self.act_on_verdicts()
         rollouts, version = self.rollout.rollouts, self.rollout.learned
         probe = Probe(module, rollouts, self.examples, trainer.precision, self.tokenizer, version, parts=self.parts)
-        checks = {} if self.mode == "off" else CHECKS | checks_of(getattr(module, "parts", {}))
+        checks = {} if self.mode == "off" else self.checks | checks_of(getattr(module, "parts", {}))
         if checks and not isinstance(module, GRPOModule):
             raise UserError(f"preflight={self.mode} knows only GRPOModule and its subclasses: set preflight=off")
         before = everything(self.rollout.objects)

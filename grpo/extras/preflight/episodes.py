@@ -136,6 +136,8 @@ def is_text(
     ids: tuple[int, ...], text: str, special: bool, tokenizer: PreTrainedTokenizerBase, keep: int | None
 ) -> bool:
     """Return whether token ids are a text, or its last `keep` tokens. special: whether special tokens are added to it."""
+    if min(ids, default=0) < 0:
+        ids = tokenizer.sight.folded(ids)[0]  # a text has one token for a picture
     fresh = tuple(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
     return tokenizer.decode(ids) == tokenizer.decode(fresh) or (len(ids) == keep and fresh[-keep:] == ids)
 
