@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from grpo.extras.critic.gae import value_loss, value_targets
 from grpo.extras.critic.model import Critic, states_disagreement
+from grpo.models.adapted import without_adapter
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import Layout
 from grpo.models.packed_attention import Kernel
@@ -59,6 +60,8 @@ class ValueLearning:
         if self.model is None:
             dtype = next(p.dtype for p in policy.parameters() if p.requires_grad)
             return Critic(policy.get_output_embeddings().weight.shape[1], dtype)
+        if hasattr(without_adapter(policy).get_decoder(), "eyes"):
+            raise UserError("critic=model reads text only, and model.vision lets the policy see: take critic=head")
         pretrained = replace(self.model, called="critic.model")
         config, ours = pretrained.config().get_text_config(), policy.config.get_text_config()
         if config.vocab_size < ours.vocab_size:

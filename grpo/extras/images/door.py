@@ -1,12 +1,14 @@
 """Opens the eyes of a model, and teaches its renderer to take pictures: what `model.eyes` names."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from torch import nn
 from transformers import AutoTokenizer
 
 from grpo.env.chat_template import TemplateRenderer
-from grpo.extras.images.eyes import with_eyes
+from grpo.extras.images.eyes import noise, with_eyes
+from grpo.extras.images.preflight import CHECKS
 from grpo.extras.images.renderer import SeeingRenderer
 from grpo.extras.images.sight import Sight
 from grpo.models.pretrained import Pretrained
@@ -23,6 +25,19 @@ class OpenSight(Sight):
         """Let a renderer take pictures, in place."""
         if not isinstance(renderer, SeeingRenderer):
             renderer.__class__ = type(type(renderer).__name__, (SeeingRenderer, type(renderer)), {})
+
+    @property
+    def checks(self) -> Mapping[str, Callable[[Any], Any]]:
+        """What the preflight checks of a policy that sees, by name."""
+        return CHECKS
+
+    def unlike(self, other: Self) -> str:
+        """Describe how another processor counts a picture's tokens otherwise; nothing if they agree."""
+        for width, height in ((64, 40), (640, 480)):
+            picture = noise(0, (width, height))
+            if (ours := self.ids(picture)) != (theirs := other.ids(picture)):
+                return f"a picture of {width} x {height} pixels has {len(theirs)} tokens there, and {len(ours)} here"
+        return ""
 
 
 SIGHTS: dict[tuple[Any, ...], OpenSight] = {}

@@ -3,17 +3,20 @@
 Both come from the processor in the model's own folder, so that a picture is counted once and by one rule.
 """
 
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from itertools import count
+from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import cached_file
 
 from grpo.env.pictures import Picture, picture_of
 from grpo.system.errors import UserError, one_line
@@ -24,6 +27,7 @@ PIXELS = 1 << 30  # bytes of pixels that are kept in the host's memory
 PLAIN, ROTARY, MUTUAL = ("idefics3", "smolvlm", "mistral3"), ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("gemma3",)
 ROWS = ("mistral3",)  # with Pixtral's tower
 OF_OTHERS = ("chat_template", "processor_class", "auto_map")  # settings that are no arguments of a processor
+PICTURES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 # what a tower reads
 READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
 
@@ -55,7 +59,7 @@ class Sight:
         revision: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.path, self.revision = tokenizer, path, revision
         config = AutoConfig.from_pretrained(path, revision=revision)
         if config.model_type not in PLAIN + ROTARY + MUTUAL:
             known = ", ".join(PLAIN + ROTARY + MUTUAL)
@@ -63,8 +67,8 @@ class Sight:
                 f"model.vision: pictures are for {known}, and {path} is a {config.model_type}; set model.vision=null"
             )
         try:
-            images = AutoImageProcessor.from_pretrained(path, revision=revision, **dict(settings or {}))
-            self.processor = processor_of(config, path, images, tokenizer, revision)
+            self.images = AutoImageProcessor.from_pretrained(path, revision=revision, **dict(settings or {}))
+            self.processor = processor_of(config, path, self.images, tokenizer, revision)
         except Exception as error:  # a damaged file may raise anything
             raise UserError(
                 f"model.vision: {path} has no processor of pictures that can be loaded: {one_line(error)}"
@@ -157,12 +161,16 @@ class Sight:
             place += len(whole) - before
         return tuple(short), pictures
 
-    @cached_property
-    def checks(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What the preflight checks of a policy that sees, by name."""
-        from grpo.extras.images.preflight import CHECKS
-
-        return CHECKS
+    def save(self, folder: Path) -> None:
+        """Write the processor with its settings into the folder of a saved policy, which sees with it like the model."""
+        self.images.save_pretrained(folder)
+        own = json.loads(Path(folder, PICTURES).read_text())
+        for name in (PROCESSOR, "video_preprocessor_config.json"):
+            kept = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+            if kept is not None:
+                of_parts = json.loads(Path(kept).read_text())
+                changed = {"image_processor": own} if "image_processor" in of_parts else {}
+                Path(folder, name).write_text(json.dumps(of_parts | changed, indent=2))
 
     @cached_property
     def banned(self) -> list[int]:

@@ -191,6 +191,9 @@ class Model(Teacher):
         name: str = "teacher",
     ) -> None:
         self.pretrained = replace(model, path=path or model.path, called=f"{name}.model" if path is None else name)
+        if student is not None and student.vision:  # it sees what the policy sees
+            sees = {name: getattr(student, name) for name in ("eyes", "pictures")}
+            self.pretrained = replace(self.pretrained, vision="frozen", **sees)
         self.student, self.device, self.offload = student, device, offload
 
     def check(self, teaching: Teaching, temperature: float) -> None:
@@ -206,9 +209,11 @@ class Model(Teacher):
         self.loaded = (self.pretrained.outline() if imagined else self.pretrained.model()).requires_grad_(False)
         rows = policy.config.get_text_config().vocab_size
         if self.loaded.config.get_text_config().vocab_size > rows:  # the padding of its vocabulary has no probability
-            kind = type(self.loaded.get_output_embeddings())  # a head in float32, maybe, which the new one is then too
+            before = self.loaded.get_output_embeddings()  # maybe in float32, or without tokens of pictures
             self.loaded.resize_token_embeddings(rows).requires_grad_(False)
-            self.loaded.get_output_embeddings().__class__ = kind
+            head = self.loaded.get_output_embeddings()
+            head.__class__, own = type(before), {name: x for name, x in vars(before).items() if name not in vars(head)}
+            vars(head).update(own)
 
     def own(self, phase: str = "") -> list[Tensor]:
         if self.offload and phase == "update":  # its own head
@@ -248,3 +253,5 @@ def check_vocabulary(teacher: Pretrained, student: Pretrained) -> None:
     if ends[0] != ends[1]:
         why = "the policy ends with {!r}, the teacher with {!r}, and the policy would unlearn to end".format(*ends)
         raise UserError(f"{what}: {why}; save the teacher's with the same eos_token")
+    if student.vision and (why := mine.sight.unlike(other.sight)):
+        raise UserError(f"{teacher.named} has another processor of pictures than the policy: {why}; take a model of its family")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from grpo.env.pictures import MARK
 from grpo.env.types import Example, State, Trajectory
 from grpo.extras.teachers.kinds import Start
 from grpo.models.policy import Reference
@@ -107,7 +108,8 @@ class Itself(Start):
         if state.prompt is not None or not asked or not (context := self.text(group, s, state, rollouts.task)):
             return ()
         messages, last = [*state.messages], asked[-1]
-        texts = {"question": messages[last].content, "context": context}
+        marked = bool(messages[last].pictures)  # an <image> of the context would be the place of a picture
+        texts = {"question": messages[last].content, "context": context.replace(MARK, "") if marked else context}
         text = re.sub(r"\{(question|context)\}", lambda found: texts[found[1]], self.prompt)
         messages[last] = replace(messages[last], content=text)
         return tuple(rollouts.renderer.prompt_ids(messages, state.tools))

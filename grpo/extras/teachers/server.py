@@ -197,6 +197,8 @@ class Served(Teacher):
 
     def check(self, teaching: Teaching, temperature: float) -> None:
         super().check(teaching, temperature)
+        if self.pool.student.vision:
+            raise UserError("teacher=server reads text only, and model.vision lets the policy see: take teacher=model")
         if teaching.of_distributions and not (teaching.top_k and teaching.top_of == "teacher"):
             line = "teacher=server gives a token's likeliest entries, not a whole distribution"
             raise UserError(f"{line}: set algo.teacher.top_of=teacher algo.teacher.top_k=20, or divergence=sampled")

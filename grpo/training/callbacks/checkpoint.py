@@ -216,6 +216,8 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
                 with new_folder(policy) as folder:
                     write_policy(module.policy, folder, pieces)
                     self.tokenizer.save_pretrained(folder)
+                    if sight := getattr(self.tokenizer, "sight", None):
+                        sight.save(folder)
                     if self.card and (self.folder.parent / "config.yaml").exists():
                         self.card(folder, self.rollouts, self.measured, self.monitor, self.mode, self.value)
                 self.exported = self.rollouts
