@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class Pretrained:
     head_dtype: Literal["float32"] | None = None
     head: Callable[[nn.Module], nn.Module] | None = None
     vision: Vision | None = None
-    pictures: Mapping[str, Any] | None = None
+    pictures: Mapping[str, Any] | None = field(default=None, hash=False)
     eyes: Callable[["Pretrained"], Any] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False

@@ -20,7 +20,9 @@ class Looking:
 
     def build(self, example: Example) -> SingleTurn:
         first = example["number"] * self.count
-        sizes = [SIZES[i % len(SIZES)] if self.side is None else (self.side,) * 2 for i in range(first, first + self.count)]
+        sizes = [
+            SIZES[i % len(SIZES)] if self.side is None else (self.side,) * 2 for i in range(first, first + self.count)
+        ]
         pictures = tuple(drawn(*size, first + i) for i, size in enumerate(sizes))
         return SingleTurn((Message("user", f"{MARK * self.count}{example['number']}?", pictures=pictures),))
 

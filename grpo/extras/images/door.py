@@ -1,6 +1,8 @@
 """Opens the eyes of a model, and teaches its renderer to take pictures: what `model.eyes` names."""
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
@@ -10,7 +12,7 @@ from grpo.env.chat_template import TemplateRenderer
 from grpo.extras.images.eyes import noise, with_eyes
 from grpo.extras.images.preflight import CHECKS
 from grpo.extras.images.renderer import SeeingRenderer
-from grpo.extras.images.sight import Sight
+from grpo.extras.images.sight import PICTURES, Sight
 from grpo.models.pretrained import Pretrained
 
 
@@ -46,8 +48,12 @@ SIGHTS: dict[tuple[Any, ...], OpenSight] = {}
 def sight_of(pretrained: Pretrained) -> OpenSight:
     """Return the sight of a model, one for each folder and its settings."""
     base = pretrained.base() or pretrained
-    key = (base.path, base.revision, str(pretrained.pictures))
+    saved = Path(pretrained.path, PICTURES)  # beside an adapter, by its run
+    own = json.loads(saved.read_text()) if base is not pretrained and saved.is_file() else {}
+    settings = {**own, **(pretrained.pictures or {})}
+    settings.pop("image_processor_type", None)
+    key = (base.path, base.revision, str(settings))
     if key not in SIGHTS:
         tokenizer = AutoTokenizer.from_pretrained(base.path, revision=base.revision)
-        SIGHTS[key] = OpenSight(base.path, tokenizer, base.revision, pretrained.pictures)
+        SIGHTS[key] = OpenSight(base.path, tokenizer, base.revision, settings)
     return SIGHTS[key]

@@ -79,7 +79,9 @@ class Eyes:
             met[number] += 1
         if cut := [number for number, places in met.items() if places % len(features[number][0])]:
             name, places, whole = picture_of(cut[0]).name, met[cut[0]], len(features[cut[0]][0])
-            raise UserError(f"picture {name} has {places} places in rows, and {whole} features: rows with parts of pictures")
+            raise UserError(
+                f"picture {name} has {places} places in rows, and {whole} features: rows with parts of pictures"
+            )
         begin, table = 0, {}
         for number, (first, *_) in features.items():
             table[number], begin = begin, begin + len(first)

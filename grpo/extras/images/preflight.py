@@ -1,5 +1,5 @@
-"""Checks of a run whose policy sees, each a function of the preflight's probe: pictures have the features that prompts have places
-for, the policy looks at them, and the engine gets the weights of a tower that learns."""
+"""Checks of a run whose policy sees, each a function of the preflight's probe: pictures have the features that prompts have
+places for, the policy looks at them, and the engine gets the weights of a tower that learns."""
 
 from dataclasses import replace
 from io import BytesIO
@@ -72,8 +72,8 @@ def sent(probe: Any) -> Verdict:
 
 @torch.no_grad()
 def moved_by(probe: Any, chosen: dict[str, Tensor], rows: TokenBatch, share: float, version: int) -> Verdict:
-    """Return the verdict on moved weights: add noise to them, compare, take it away, compare again. share: size of the noise, as a
-    share of the weight's. version: of the moved weights."""
+    """Return the verdict on moved weights: add noise to them, compare, take it away, compare again. share: size of the noise,
+    as a share of the weight's. version: of the moved weights."""
     prompts, length = [ids for ids, _ in rows.sequences()], probe.length_in(probe.allowance.left(1 / 8))
     generator = torch.Generator().manual_seed(0)
     with probe.kept([*chosen.values()]):
@@ -124,7 +124,10 @@ def another(picture: Picture) -> Picture:
     from PIL import Image
 
     file = BytesIO()
-    with Image.open(BytesIO(picture.data)) as image, Image.open(BytesIO(noise(picture.id % 997, (64, 64)).data)) as other:
+    with (
+        Image.open(BytesIO(picture.data)) as image,
+        Image.open(BytesIO(noise(picture.id % 997, (64, 64)).data)) as other,
+    ):
         other.resize(image.size, Image.Resampling.NEAREST).save(file, "PNG")
     return Picture(file.getvalue())
 

@@ -26,7 +26,9 @@ class SeeingRenderer(TemplateRenderer):
     def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
         if pictures_of(messages) and self.tokenizer.chat_template is None:  # it writes the texts as they are
             shown = self.tokenizer.sight.text
-            messages = [replace(m, content=m.content.replace(MARK, shown), pictures=()) if m.pictures else m for m in messages]
+            messages = [
+                replace(m, content=m.content.replace(MARK, shown), pictures=()) if m.pictures else m for m in messages
+            ]
         return super().texts(messages, tools)
 
     def _decoded(self, ids: Sequence[int]) -> str:

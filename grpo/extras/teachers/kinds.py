@@ -254,4 +254,6 @@ def check_vocabulary(teacher: Pretrained, student: Pretrained) -> None:
         why = "the policy ends with {!r}, the teacher with {!r}, and the policy would unlearn to end".format(*ends)
         raise UserError(f"{what}: {why}; save the teacher's with the same eos_token")
     if student.vision and (why := mine.sight.unlike(other.sight)):
-        raise UserError(f"{teacher.named} has another processor of pictures than the policy: {why}; take a model of its family")
+        raise UserError(
+            f"{teacher.named} has another processor of pictures than the policy: {why}; take a model of its family"
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ KINDS = 19  # names without digits: 3 of the input, 8 of blocks, 4 of the merger
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory, toy) -> Iterator[Probe]:
-    """The probe of a run, and its verdicts."""
+    """The probe of a sound run."""
     found: dict = {}
     folder = made("qwen3_vl", tmp_path_factory.mktemp("seeing"), toy)
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +72,7 @@ class Stale(Apart):
 class Kept(Apart):
     """An engine with a copy of the weights, which keeps the features of pictures."""
 
-    features: dict = {}
+    features: ClassVar[dict] = {}
 
     def load_weights(self, model, version):
         copy = deepcopy(model)
@@ -87,6 +88,7 @@ class Kept(Apart):
         super(Apart, self).load_weights(copy, version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [Apart, Stale, Kept])
 def test_an_engine_whose_tower_stays_or_whose_features_are_kept(probe, monkeypatch, engine):
     monkeypatch.setattr(probe.rollouts, "engine", engine())
@@ -95,6 +97,7 @@ def test_an_engine_whose_tower_stays_or_whose_features_are_kept(probe, monkeypat
     assert result == ("PASS" if engine is Apart else "FAIL"), text
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_blind(probe, monkeypatch):
     """The tower's features do not depend on the picture."""
     compute = Eyes.features
@@ -108,12 +111,14 @@ def test_a_policy_that_is_blind(probe, monkeypatch):
     assert remedy.startswith("the policy is blind: look at ")
 
 
+@pytest.mark.slow
 def test_prompts_without_pictures(probe, monkeypatch):
     monkeypatch.setattr(probe.rollouts, "task", Looking(count=0))
     for check in (counted, looks, sent):
         assert check(probe)[:2] == ("WARN", "no prompt of the first rows has a picture")
 
 
+@pytest.mark.slow
 def test_a_tower_with_fewer_features_than_a_prompt_has_places(probe, monkeypatch):
     probe.tokens  # noqa: B018 they are played before
     number = int(probe.tokens.ids.min())
@@ -129,5 +134,7 @@ def test_rows_with_a_picture_are_not_cut():
     ids, real = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.int64)
     for picture, width in ((-5, 12), (5, 8)):
         ids[0, 2:4] = picture
-        rows = TokenBatch(ids, real, real[:, 6:].bool(), torch.zeros(1, 6), torch.arange(1), ids[:, 6:], torch.zeros(1, 6))
+        rows = TokenBatch(
+            ids, real, real[:, 6:].bool(), torch.zeros(1, 6), torch.arange(1), ids[:, 6:], torch.zeros(1, 6)
+        )
         assert shortened(rows, 8).ids.shape[1] == width
