@@ -36,6 +36,7 @@ from grpo.extras.forecast.imagined import (
 )
 from grpo.extras.forecast.limits import limit_of, takes_flex, to_fill
 from grpo.extras.forecast.parts import Part, human, in_phases, largest_phase
+from grpo.models.adapted import without_adapter
 from grpo.models.gradient_checkpointing import recomputable
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.types import Plan
@@ -237,6 +238,7 @@ class Sizes:
         bodies = [*dict.fromkeys([passes.policy, *learning])]
         gathered = sum(map(in_a_layer, bodies)) if sharded else 0  # layers that are whole while they compute
         of_device = devices if sharded else 1
+        pixels = getattr(without_adapter(policy).get_decoder(), "pixel_bytes", lambda prompts: 0)
         parts = [
             Part("weights", weights // of_device, "" if policy.dtype.itemsize == 2 else "model.dtype=bfloat16"),
             Part("masters", masters, lora, host=optim.offload),
@@ -244,6 +246,7 @@ class Sizes:
             Part("reference", bytes_of(copies) // of_device, lora),
             Part("copies", (plan.ahead + (plan.ahead > 1)) * trained, lora, host=plan.ahead < 2),
             *of_teacher(teacher, scoring, plan, device),
+            Part("pixels", pixels(plan.prompts * plan.num_rollouts), "a lower max_pixels in model.pictures", host=True),
             Part("gradients", bytes_of(gradients) // of_device, lora, "passing", optim.offload),
             Part("step", stepping // of_device, "optim=adamw", "passing", optim.offload),
             Part("buckets", buckets, lora),  # of gradients, in DistributedDataParallel

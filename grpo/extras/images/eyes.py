@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.env.pictures import Picture, picture_of
-from grpo.extras.images.sight import MUTUAL, ROTARY, Sight
+from grpo.extras.images.sight import MUTUAL, PIXELS, ROTARY, Sight
 from grpo.models.head import States
 from grpo.models.packed_attention import Packed, Unplanned
 from grpo.system.errors import UserError
@@ -150,6 +150,31 @@ class Sees:
         """Return the position of the token after a prompt."""
         return int(self.eyes.positions(prompt).max()) + 1 if self.eyes.rotary else len(prompt)
 
+    def imagined(self, length: int, count: int) -> list[list[int]]:
+        """Return prompts for a forecast, each of pictures of its own, like those of the fullest prompt so far, and of further
+        tokens up to this length."""
+        sight, prompts = self.eyes.sight, []
+        for i in range(count):
+            copies = [sight.copy(picture.id, i) for picture in sight.fullest]
+            ids = [
+                j for picture in copies for j in (i, *sight.ids(picture))
+            ]  # a word between them, as in every template
+            prompts.append([*(ids if len(ids) <= length else ()), *[i] * (length - len(ids))])
+        return prompts
+
+    def pixel_bytes(self, prompts: int) -> int:
+        """Return the bytes of the host's memory that pixels of so many prompts like the fullest one so far take beside those that
+        are there."""
+        sight = self.eyes.sight
+        there = sum(x.nbytes for pixels in sight.kept.values() for x in pixels.values())
+        own = sum(x.nbytes for picture in sight.fullest for x in sight.pixels(picture.id).values())
+        return max(0, min(PIXELS, prompts * own) - there)
+
+    def _deepstack_process(self, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
+        """Add features of deeper layers, as Qwen3-VL's own code does, which waits for the device to count the places. hidden:
+        [..., D]; places: of them, [n]; features: [n, D]."""
+        return hidden.flatten(0, -2).index_add(0, places, features.to(hidden)).view_as(hidden)
+
     def forward(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         plan, past = kwargs.get("plan"), kwargs.get("past_key_values")
         steps = plan is not None and not isinstance(plan, Packed)  # of an engine, whose tokens are words
@@ -161,7 +186,8 @@ class Sees:
         eyes, mask = self.eyes, kwargs.get("attention_mask")
         embeddings, further = eyes.embedded(input_ids, host)
         if further:
-            kwargs |= {"visual_pos_masks": sent(host < 0, input_ids.device), "deepstack_visual_embeds": further}
+            places = sent((host.flatten() < 0).nonzero()[:, 0], input_ids.device)
+            kwargs |= {"visual_pos_masks": places, "deepstack_visual_embeds": further}
         if eyes.rotary:
             real = torch.ones_like(host) if mask is None else mask.cpu()
             found = eyes.of_packed(plan, host[0]) if plan is not None else eyes.of_padded(host, real)
@@ -213,7 +239,7 @@ def with_eyes(model: nn.Module, sight: Sight, learns: bool) -> nn.Module:
     """Let a model see, in place. learns: whether tower and projector are trained too."""
     whole, decoder, head = model.base_model, model.get_decoder(), model.get_output_embeddings()
     vars(decoder)["eyes"] = Eyes(whole, sight)
-    vars(head)["banned"] = torch.tensor(sight.banned)
+    vars(head)["banned"] = torch.tensor(sight.banned, device="cpu")
     for part, kind in ((decoder, Sees), (whole, Whole), (head, Head)):
         if not isinstance(part, kind):
             part.__class__ = type(type(part).__name__, (kind, type(part)), {})
@@ -232,7 +258,7 @@ def noise(seed: int, size: tuple[int, int]) -> Picture:
     from PIL import Image
 
     numbers = torch.randint(
-        256, (size[1], size[0], 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        256, (size[1], size[0], 3), dtype=torch.uint8, device="cpu", generator=torch.Generator().manual_seed(seed)
     )
     file = BytesIO()
     Image.frombytes("RGB", size, bytes(numbers.flatten().tolist())).save(file, "PNG")

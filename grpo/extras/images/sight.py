@@ -78,6 +78,12 @@ class Sight:
         self.placeholder = tokenizer.convert_tokens_to_ids(self.text)
         self.known: dict[int, tuple[int, ...]] = {}
         self.kept: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
+        self.fullest: Sequence[
+            Picture
+        ] = ()  # of the prompts so far, the pictures of the one with the most of their tokens
+        self.copies: dict[
+            int, tuple[Picture, int]
+        ] = {}  # of `copy`, by id: a picture, and the id of the one that it copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -91,10 +97,18 @@ class Sight:
     def pixels(self, number: int) -> Mapping[str, Tensor]:
         """Return what the tower reads of the picture with this id, in the host's memory. The largest ones that were used last are
         kept."""
+        _, number = self.copies.get(number, (None, number))
         if number not in self.kept:
             self.see(picture_of(number))
         self.kept.move_to_end(number)
         return self.kept[number]
+
+    def copy(self, number: int, i: int) -> Picture:
+        """Return copy i of the picture with this id: another picture, which is seen as that one is. For a forecast."""
+        picture = Picture(picture_of(number).data + i.to_bytes(8))
+        self.known[picture.id] = tuple(picture.id if j == number else j for j in self.ids(picture_of(number)))
+        self.copies[picture.id] = picture, number
+        return picture
 
     def see(self, picture: Picture) -> None:
         """Run the processor on a picture."""
@@ -135,8 +149,14 @@ class Sight:
             token = self.tokenizer.convert_ids_to_tokens(self.placeholder)
             line = f"a prompt has {len(pictures)} pictures, and its text {found} places for them ({token})"
             raise UserError(f"{line}: the chat template drops pictures, or a text has this token: leave it out")
+        if self.tokens(pictures) > self.tokens(self.fullest):
+            self.fullest = pictures
         left = iter(pictures)
         return tuple(j for i in ids for j in (self.ids(next(left)) if i == self.placeholder else (i,)))
+
+    def tokens(self, pictures: Sequence[Picture]) -> int:
+        """Return how many tokens pictures take."""
+        return sum(len(self.ids(picture)) for picture in pictures)
 
     def folded(self, ids: Sequence[int]) -> tuple[tuple[int, ...], list[Picture]]:
         """Return a prompt as `expanded` took it: with one placeholder for each picture, and the pictures."""

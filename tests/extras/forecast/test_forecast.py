@@ -176,7 +176,7 @@ def really(run: Run, prompt_tokens: int) -> tuple[int, int]:
         p.grad = torch.zeros_like(p)
     there = [*policy.parameters(), *policy.buffers(), *(p.grad for p in trained)]
     known, kept = set(map(storage_of, there)), []
-    live = Live(there, policy.config.vocab_size)
+    live = Live(there, policy.config.get_text_config().vocab_size)
     with live, recomputing(policy, optim.gradient_checkpointing):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             logprobs, entropy = completion_logprobs(policy, batch, 1.0, False, optim.layout)
