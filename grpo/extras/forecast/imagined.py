@@ -25,8 +25,8 @@ from transformers import PretrainedConfig
 
 from grpo.engines.builtin.kv_cache import PREFILL_TOKENS
 from grpo.engines.builtin.next_token import LOGITS_PER_DRAW, NextTokens
+from grpo.extras.forecast.pictured import prompts_of, with_prompts_that_see
 from grpo.models import packed_attention, token_scores
-from grpo.models.adapted import without_adapter
 from grpo.models.gradient_checkpointing import layers_of, recomputing
 from grpo.models.head import LOGITS_AT_ONCE, has_float32_head, logits_at_once
 from grpo.models.logprobs import Layout, completion_logprobs
@@ -176,7 +176,7 @@ def activation_bytes(
     rows, most = plan.prompts * plan.group_size // algorithm.num_minibatches, optim.max_tokens_per_microbatch
     width = fullest(plan, prompt_tokens, rows, layout, most)
     batch = minibatch(replace(plan, sampling=replace(plan.sampling, max_tokens=width)), prompt_tokens, rows)
-    batch = with_pictures(batch, policy, plan.group_size)
+    batch = with_prompts_that_see(batch, policy, plan.group_size)
     batch = batch.rows(microbatches(batch, layout, most)[0])
     live = Live(before, policy.config.get_text_config().vocab_size)
     settings = batch, module.temperature, algorithm.entropy.active, layout, kernel
@@ -213,21 +213,6 @@ def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
     ids = group[:, None].expand(rows, prompt_tokens + width)  # a different prompt for each group
     completion, logprobs = torch.ones(rows, width, dtype=torch.bool), torch.zeros(rows, width)
     return TokenBatch(ids, torch.ones_like(ids), completion, logprobs, torch.arange(rows))
-
-
-def prompts_of(policy: nn.Module, tokens: int, count: int) -> list[list[int]]:
-    """Return prompts of so many tokens, which have pictures if the policy sees: then its own code computes their features."""
-    pictures = getattr(without_adapter(policy).get_decoder(), "imagined", None)
-    return [[0] * tokens] * count if pictures is None else pictures(tokens, count)
-
-
-def with_pictures(batch: TokenBatch, policy: nn.Module, group_size: int) -> TokenBatch:
-    """Return a batch of groups whose prompts have pictures, if the policy sees."""
-    if not hasattr(without_adapter(policy).get_decoder(), "imagined"):
-        return batch
-    prompts = torch.tensor(prompts_of(policy, batch.prompt_width, -(-len(batch) // group_size)))
-    prompts = prompts.repeat_interleave(group_size, dim=0)[: len(batch)]
-    return replace(batch, ids=torch.cat([prompts, batch.ids[:, batch.prompt_width :]], dim=1))
 
 
 def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:

@@ -30,7 +30,7 @@ class OpenSight(Sight):
 
     @property
     def checks(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What the preflight checks of a policy that sees, by name."""
+        """The checks that the preflight of a policy that sees has more, by name."""
         return CHECKS
 
     def unlike(self, other: Self) -> str:

@@ -25,7 +25,7 @@ NONE = (
 )
 
 
-def counted(probe: Any) -> Verdict:
+def has_features(probe: Any) -> Verdict:
     """Each picture of the first rows has as many features as a prompt has places for it. Raises UserError if not."""
     ids = probe.tokens.ids
     if not (numbers := ids[ids < 0].unique().tolist()):
@@ -38,9 +38,9 @@ def counted(probe: Any) -> Verdict:
 
 
 @torch.no_grad()
-def looks(probe: Any) -> Verdict:
+def looks_at_pictures(probe: Any) -> Verdict:
     """Another picture in the place of each gives other log-probabilities."""
-    if (rows := with_pictures(probe)) is None:
+    if (rows := rows_that_see(probe)) is None:
         return NONE
     held = {number: another(picture_of(number)) for number in rows.ids[rows.ids < 0].unique().tolist()}
     sight = probe.tokenizer.sight
@@ -59,19 +59,19 @@ def looks(probe: Any) -> Verdict:
     return ("FAIL" if shift == 0 else "WARN"), text, remedy
 
 
-def sent(probe: Any) -> Verdict:
+def tower_is_sent(probe: Any) -> Verdict:
     """New weights of the tower and of what lies between it and the decoder reach the engine, with features that it has kept."""
     if not (chosen := of_tower(probe)):
         return "SKIP", "no weight of the tower learns"
-    if (rows := with_pictures(probe)) is None:
+    if (rows := rows_that_see(probe)) is None:
         return NONE
     version = probe.rollouts.plan.num_rollouts + 3  # of no rollout, and of no other check
-    small = moved_by(probe, chosen, rows, 0.3, version)
-    return small if small[0] != "SKIP" else moved_by(probe, chosen, rows, 3.0, version + 1)
+    small = with_moved_tower(probe, chosen, rows, 0.3, version)
+    return small if small[0] != "SKIP" else with_moved_tower(probe, chosen, rows, 3.0, version + 1)
 
 
 @torch.no_grad()
-def moved_by(probe: Any, chosen: dict[str, Tensor], rows: TokenBatch, share: float, version: int) -> Verdict:
+def with_moved_tower(probe: Any, chosen: dict[str, Tensor], rows: TokenBatch, share: float, version: int) -> Verdict:
     """Return the verdict on moved weights: add noise to them, compare, take it away, compare again. share: size of the noise,
     as a share of the weight's. version: of the moved weights."""
     prompts, length = [ids for ids, _ in rows.sequences()], probe.length_in(probe.allowance.left(1 / 8))
@@ -95,17 +95,18 @@ def moved_by(probe: Any, chosen: dict[str, Tensor], rows: TokenBatch, share: flo
 
 
 CHECKS = {
-    "pictures have their features": counted,
-    "the policy looks at pictures": looks,
-    "new weights of the tower reach the engine": sent,
+    "pictures have their features": has_features,
+    "the policy looks at pictures": looks_at_pictures,
+    "new weights of the tower reach the engine": tower_is_sent,
 }
 
 
 def eyes_of(probe: Any) -> Eyes:
+    """Return the eyes of the policy."""
     return without_adapter(probe.module.policy).get_decoder().eyes
 
 
-def with_pictures(probe: Any) -> TokenBatch | None:
+def rows_that_see(probe: Any) -> TokenBatch | None:
     """Return the first FEW rows of the episodes that have pictures; None if a device has none."""
     rows = (probe.tokens.ids < 0).any(1).nonzero()[:FEW, 0].cpu()
     return probe.tokens.rows(rows) if all(distributed.all_gather([len(rows) > 0])) else None

@@ -6,20 +6,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from conftest import compose_config
+from helpers.foreseen import LINUX, Run
 from helpers.learning import OPTIONS
 from helpers.models import FAMILIES, SHAPE, model_folder
 from helpers.project import ROOT
 from helpers.runs import VARIED, learned, state
 from helpers.slots import Varied
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin.engine import TransformersEngine
@@ -38,16 +36,13 @@ from grpo.extras.forecast.sizes import Sizes
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import microbatches
-from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
 from grpo.system import memory
 from grpo.system.memory import storage_of
-from grpo.training.module import GRPOModule
 from train import train
 
 CPU = torch.device("cpu")
 MB = 1 << 20
-LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux counts peaks")
 
 
 @LINUX
@@ -138,23 +133,6 @@ def test_phases_are_told_apart(smoke, tmp_path):
 
 SIZES = {"small": (["rollout.prompts=2", "rollout.group_size=2", "max_tokens=20"], 30),
          "large": (["rollout.prompts=4", "rollout.group_size=4", "max_tokens=60"], 100)}  # fmt: skip
-
-
-class Run:
-    """The parts of a run, built as in train.py."""
-
-    def __init__(self, path: str, *overrides: str) -> None:
-        self.config: DictConfig = compose_config("model=path", f"model.path={path}", "output_dir=.", *overrides)
-        self.plan, self.pretrained = instantiate(self.config.rollout), instantiate(self.config.model)
-        self.optim = instantiate(self.config.optim)  # before tensors are without memory
-
-    def module(self, model) -> GRPOModule:
-        policy = with_adapter(model, instantiate(self.config.adapter))
-        return instantiate(self.config.module)(policy, instantiate(self.config.algo), self.optim, 1.0, 10, 0)
-
-    def forecast(self, prompt_tokens: int, engine=None, **settings) -> dict[str, int | None]:
-        sizes = Sizes(self.module, self.pretrained, self.plan, engine or TransformersEngine(), lambda: prompt_tokens)
-        return {part.name: part.size for part in sizes.counted(prompt_tokens, **settings)}
 
 
 SLOW = pytest.mark.slow

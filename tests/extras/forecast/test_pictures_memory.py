@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 from conftest import compose_config
+from helpers.foreseen import LINUX, Run
 from helpers.looking import LOOKING
 from helpers.seeing import KINDS, drawn, made
-from test_forecast import LINUX, Run
 
 from grpo.extras.forecast.imagined import Live
 from grpo.extras.images.door import sight_of

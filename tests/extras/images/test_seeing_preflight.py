@@ -13,7 +13,7 @@ from helpers.slots import Apart
 
 from grpo.env.pictures import picture_of
 from grpo.extras.images.eyes import Eyes
-from grpo.extras.images.preflight import counted, looks, sent
+from grpo.extras.images.preflight import has_features, looks_at_pictures, tower_is_sent
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight.allowance import Allowance, shortened
 from grpo.extras.preflight.data import held_out
@@ -48,9 +48,11 @@ def sound(tmp_path_factory, toy) -> Iterator[Probe]:
             config.task = LOOKING
             train(config)
     results = {check.__name__: verdict.result for check, (_, verdict) in found.items()}
-    assert results == dict.fromkeys(("spelled_out", "held_out", "counted", "looks", "sent"), "PASS")
-    assert found[sent][1].compared.startswith(f"{KINDS} kinds of weights moved by ")
-    yield found[sent][0]
+    assert results == dict.fromkeys(
+        ("spelled_out", "held_out", "has_features", "looks_at_pictures", "tower_is_sent"), "PASS"
+    )
+    assert found[tower_is_sent][1].compared.startswith(f"{KINDS} kinds of weights moved by ")
+    yield found[tower_is_sent][0]
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ class Kept(Apart):
 def test_an_engine_whose_tower_stays_or_whose_features_are_kept(probe, monkeypatch, engine):
     monkeypatch.setattr(probe.rollouts, "engine", engine())
     monkeypatch.setattr(Kept, "features", {})
-    result, text, *_ = sent(probe)
+    result, text, *_ = tower_is_sent(probe)
     assert result == ("PASS" if engine is Apart else "FAIL"), text
 
 
@@ -106,7 +108,7 @@ def test_a_policy_that_is_blind(probe, monkeypatch):
         return {n: tuple(map(torch.zeros_like, layers)) for n, layers in compute(self, numbers, device).items()}
 
     monkeypatch.setattr(Eyes, "features", alike)
-    result, text, remedy = looks(probe)
+    result, text, remedy = looks_at_pictures(probe)
     assert (result, text[:43]) == ("FAIL", "other pictures move log-probabilities by 0.")
     assert remedy.startswith("the policy is blind: look at ")
 
@@ -114,7 +116,7 @@ def test_a_policy_that_is_blind(probe, monkeypatch):
 @pytest.mark.slow
 def test_prompts_without_pictures(probe, monkeypatch):
     monkeypatch.setattr(probe.rollouts, "task", Looking(count=0))
-    for check in (counted, looks, sent):
+    for check in (has_features, looks_at_pictures, tower_is_sent):
         assert check(probe)[:2] == ("WARN", "no prompt of the first rows has a picture")
 
 
@@ -126,7 +128,7 @@ def test_a_tower_with_fewer_features_than_a_prompt_has_places(probe, monkeypatch
     monkeypatch.setitem(probe.tokenizer.sight.known, number, (*ids, number))
     places = ids.count(number)
     with pytest.raises(UserError, match=f"^pictures {name} have {places + 1} places in prompts, and {places} features"):
-        counted(probe)
+        has_features(probe)
 
 
 def test_rows_with_a_picture_are_not_cut():
