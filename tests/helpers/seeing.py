@@ -1,6 +1,7 @@
 """Tiny models that see, with random weights and processors of their own, as folders in the form of the hub."""
 
 import json
+from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
 
@@ -47,7 +48,7 @@ KINDS = {  # configuration, processor, the text of a picture in a template
     ),
     "qwen3_vl": (
         {
-            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
             "vision_config": QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
         },
         "qwen",
@@ -94,8 +95,8 @@ TEMPLATE = (
 )
 
 
-def made(kind: str, folder: Path, toy: Path) -> str:
-    """Save a model that sees, its tokenizer and its processor."""
+def made(kind: str, folder: Path, toy: Path, head_dim: int = 16) -> str:
+    """Save a model that sees, its tokenizer and its processor. head_dim: a multiple of 16; vLLM needs 32."""
     settings, processor, shown = KINDS[kind]
     tokenizer = AutoTokenizer.from_pretrained(toy)
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
@@ -113,7 +114,12 @@ def made(kind: str, folder: Path, toy: Path) -> str:
         "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),
     }
     ids |= {"vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>")}
-    text = TEXT | {"vocab_size": len(tokenizer)} | ends | settings["text_config"]
+    settings, sizes = deepcopy(settings), {"head_dim": head_dim, "hidden_size": 4 * head_dim}
+    if "out_hidden_size" in settings["vision_config"]:
+        settings["vision_config"]["out_hidden_size"] = 4 * head_dim
+    text = TEXT | {"vocab_size": len(tokenizer)} | ends | settings["text_config"] | sizes
+    if rope := text.get("rope_parameters"):
+        rope["mrope_section"] = [size * head_dim // 16 for size in rope["mrope_section"]]
     config = AutoConfig.for_model(
         kind, **settings | {"text_config": text} | ids | ends | {"tie_word_embeddings": False}
     )

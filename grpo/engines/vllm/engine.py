@@ -69,6 +69,7 @@ class VLLMEngine:
         nodes: Count = 1,
         most_tokens: Bound | None = None,
         recompute: bool = True,
+        sight: Any = None,
     ) -> None:
         import_vllm()
         from vllm import LLM
@@ -106,6 +107,8 @@ class VLLMEngine:
         self._turns = Turns(None)
         self.context: int | None = None
         self._path = path
+        if sight is not None:
+            sight.lent(self)
         # on a GPU without a given share it is built when `fit` has told it what the run leaves, at the first load
         fixed = current_platform.is_cpu() or bool(args.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"})
         self._fits, self._given_sleeps = not fixed, sleeps

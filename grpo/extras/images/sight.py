@@ -117,17 +117,21 @@ class Sight:
         while len(self.kept) > 1 and sum(x.nbytes for pixels in self.kept.values() for x in pixels.values()) > PIXELS:
             self.kept.popitem(last=False)
 
-    def seen(self, picture: Picture) -> Seen:
-        """Return what the processor makes of a picture. Raises UserError for a file that is none."""
+    def image(self, picture: Picture) -> Any:
+        """Return a picture as an image of PIL, in RGB. Raises UserError for a file that is none."""
         from PIL import Image
 
         try:
             with Image.open(BytesIO(picture.data)) as opened:
-                image = opened.convert("RGB")
+                return opened.convert("RGB")
         except Exception as error:
             raise UserError(
                 f"picture {picture.name} cannot be read ({one_line(error)}): give a PNG or JPEG file"
             ) from error
+
+    def seen(self, picture: Picture) -> Seen:
+        """Return what the processor makes of a picture. Raises UserError for one that does not suit it."""
+        image = self.image(picture)
         try:
             made = self.processor(images=[image], text=[self.text], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # a picture of 1 x 400 pixels, for example
