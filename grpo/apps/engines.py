@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.context import Bound
 from grpo.engines.protocol import Engine
 from grpo.env.intake import asked_for
+from grpo.system.errors import UserError
 
 if TYPE_CHECKING:  # evaluations need neither
     from grpo.rollout.lookahead import Ahead
@@ -21,12 +23,21 @@ def engine_of(config: DictConfig, most_tokens: Bound) -> Engine:
     """Return the engine of the configuration.
 
     most_tokens: returns the tokens of the longest sequence that the program will sample, or None if there is no bound. Only an
-    engine with an argument of this name is given it; so is `head_dtype`, that of the model.
+    engine with an argument of this name is given it; so are `head_dtype`, that of the model, and `sight`, how it sees. Raises
+    UserError if the model sees, and the engine does not.
     """
     arguments = {}
+    offered = {"most_tokens": most_tokens, "head_dtype": OmegaConf.select(config, "model.head_dtype")}
+    if vision := OmegaConf.select(config, "model.vision"):
+        model = instantiate(config.model)
+        offered["sight"] = model.eyes(model)
     with suppress(Exception):  # of an engine that cannot be imported: Hydra says why
-        offered = {"most_tokens": most_tokens, "head_dtype": OmegaConf.select(config, "model.head_dtype")}
-        arguments = asked_for(locate(config.engine._target_), **offered)
+        target = locate(config.engine._target_)
+        arguments = asked_for(target, **offered)
+        vision = vision and "sight" not in arguments and TransformersEngine not in getattr(target, "__mro__", ())
+    if vision:
+        line = f"model.vision={config.model.vision}: this engine takes no pictures"
+        raise UserError(f"{line}: set engine=transformers or engine=vllm, or model.vision=null")
     return instantiate(config.engine, **arguments)
 
 

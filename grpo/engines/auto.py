@@ -2,6 +2,7 @@
 
 import logging
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -15,11 +16,16 @@ log = logging.getLogger(__name__)
 
 
 def auto_engine(
-    path: str, devices: Count = 1, nodes: Count = 1, most_tokens: Bound | None = None, head_dtype: str | None = None
+    path: str,
+    devices: Count = 1,
+    nodes: Count = 1,
+    most_tokens: Bound | None = None,
+    head_dtype: str | None = None,
+    sight: Any = None,
 ) -> Engine:
     """Return vLLM if there is a GPU and vLLM is installed, else the built-in engine; the log says which.
 
-    path: the model that vLLM loads; devices, nodes, most_tokens: see `VLLMEngine`; head_dtype: as `model.head_dtype`. The
+    path: the model that vLLM loads; devices, nodes, most_tokens, sight: see `VLLMEngine`; head_dtype: as `model.head_dtype`. The
     built-in engine needs none of them, since it samples from the model being trained.
     """
     has = {"GPU": torch.cuda.is_available(), "vllm": find_spec("vllm") is not None}
@@ -34,4 +40,4 @@ def auto_engine(
 
     log.info("engine: vLLM (engine=vllm)")
     args = {"hf_overrides": {"head_dtype": head_dtype}} if head_dtype else None
-    return VLLMEngine(path, devices=devices, nodes=nodes, most_tokens=most_tokens, args=args)
+    return VLLMEngine(path, devices=devices, nodes=nodes, most_tokens=most_tokens, args=args, sight=sight)

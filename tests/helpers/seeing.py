@@ -48,7 +48,14 @@ KINDS = {  # configuration, processor, the text of a picture in a template
     ),
     "qwen3_vl": (
         {
-            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+            "text_config": {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                }
+            },
             "vision_config": QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
         },
         "qwen",

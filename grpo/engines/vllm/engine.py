@@ -53,7 +53,7 @@ class VLLMEngine:
     once. most_tokens: returns the tokens of the longest sequence that it will sample, for which vLLM then
     makes room; None for the model's whole context. recompute: whether unfinished completions are read again
     with new weights that arrive; otherwise they keep the KV cache of the weights before, and only completions
-    that begin later are computed with the new ones alone.
+    that begin later are computed with the new ones alone. sight: of a model that sees (grpo/extras/images).
     """
 
     apart = True

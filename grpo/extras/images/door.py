@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from grpo.env.chat_template import TemplateRenderer
 from grpo.extras.images.eyes import noise, with_eyes
+from grpo.extras.images.of_vllm import with_pictures
 from grpo.extras.images.preflight import CHECKS
 from grpo.extras.images.renderer import SeeingRenderer
 from grpo.extras.images.sight import PICTURES, Sight
@@ -17,11 +18,15 @@ from grpo.models.pretrained import Pretrained
 
 
 class OpenSight(Sight):
-    """A sight that a model and a renderer get."""
+    """A sight that a model, a renderer and an engine get."""
 
     def opened(self, model: nn.Module, learns: bool) -> nn.Module:
         """Let a model see, in place. learns: whether tower and projector are trained too."""
         return with_eyes(model, self, learns)
+
+    def lent(self, engine: Any) -> None:
+        """Let an engine of vLLM take pictures, in place."""
+        with_pictures(engine, self)
 
     def teach(self, renderer: TemplateRenderer) -> None:
         """Let a renderer take pictures, in place."""

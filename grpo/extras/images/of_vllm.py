@@ -5,15 +5,15 @@ are compared with the trainer's before any is sampled.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.processing_utils import ProcessingKwargs
 
 from grpo.extras.images.eyes import NEVER
-from grpo.extras.images.sight import MUTUAL, PixtralRows, Sight
+from grpo.extras.images.sight import MUTUAL, PixtralRows, Sight, visible
 from grpo.system.errors import UserError
 
 PROCESSORS: dict[str, Any] = {}  # by the path with which vLLM was built: the processor that it uses
@@ -27,7 +27,7 @@ class SeeingEngine:
     def _open(self) -> None:
         arguments = self._new.keywords
         arguments.pop("language_model_only", None)
-        # by the processor, as in the trainer: on a device vLLM takes the numbers of the folder's file, and if it has none no others
+        # the processor does it, as in the trainer: vLLM's layer reads the folder's files, and knows neither settings nor defaults
         arguments["mm_device_do_normalize"] = False
         # a processor for videos is not there
         arguments["limit_mm_per_prompt"] = {"video": 0} | (arguments.get("limit_mm_per_prompt") or {})
@@ -75,7 +75,11 @@ class Rendering:
 
 
 def with_pictures(engine: Any, sight: Sight) -> None:
-    """Let an engine take pictures, in place. Raises UserError for models with which vLLM computes another attention."""
+    """Let an engine take pictures, in place. Raises UserError for a model with which vLLM computes something else."""
+    kind = sight.kind
+    if kind in MUTUAL:
+        line = f"tokens of a picture see each other in a {kind}, which vLLM does not compute on every device"
+        raise UserError(f"engine=vllm: {line}: set engine=transformers")
     engine.sight = sight
     engine.__class__ = type(type(engine).__name__, (SeeingEngine, type(engine)), {})
 
@@ -103,30 +107,30 @@ def lend(path: str, sight: Sight) -> None:
             return load(config, **kwargs) if found is None else found
 
         context.cached_processor_from_config = lent
-    PROCESSORS[path] = as_vllm_asks(sight.processor)
+    own = sight.processor
+    PROCESSORS[path] = Lent(Rows(**vars(own)) if isinstance(own, PixtralRows) else own)
 
 
-def as_vllm_asks(processor: Any) -> Any:
-    """Return a processor with the attributes that vLLM reads."""
-    if isinstance(processor, PixtralRows):
-        return Rows(**vars(processor))
-    processor = copy(processor)
-    if getattr(processor, "video_processor", None) is None:
-        processor.video_processor = processor.image_processor
-    return processor
+class Lent:
+    """A processor with what vLLM reads of it. It has no processor of videos, whose sizes vLLM asks for all the same."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor, self.video_processor = processor, processor.image_processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.processor, name)
+
+    def __call__(self, **given: Any) -> Any:
+        made = self.processor(**given)
+        visible(made["pixel_values"])
+        return made
 
 
 class Rows(PixtralRows):
-    """Pixtral's processor for vLLM, which makes the tokens itself."""
+    """Pixtral's processor as vLLM calls it, which makes the tokens itself."""
 
-    image_break_token, image_end_token = "[IMG_BREAK]", "[IMG_END]"
+    image_break_token, image_end_token, valid_processor_kwargs = "[IMG_BREAK]", "[IMG_END]", ProcessingKwargs
 
-    @property
-    def valid_processor_kwargs(self) -> type:
-        from transformers.processing_utils import ProcessingKwargs
-
-        return ProcessingKwargs
-
-    def __call__(self, images: list[Any], **kwargs: Any) -> Any:
+    def __call__(self, images: list[Any], **given: Any) -> Any:
         """Return the pixels of pictures."""
-        return self.image_processor(images=images, patch_size=self.side, **kwargs)
+        return self.image_processor(images=images, patch_size=self.side, **given)

@@ -73,7 +73,7 @@ class Sight:
             raise UserError(
                 f"model.vision: {path} has no processor of pictures that can be loaded: {one_line(error)}"
             ) from error
-        self.repeated = config.image_token_id
+        self.kind, self.repeated = config.model_type, config.image_token_id
         self.text = getattr(self.processor, "boi_token", None) or self.processor.image_token
         self.placeholder = tokenizer.convert_tokens_to_ids(self.text)
         self.known: dict[int, tuple[int, ...]] = {}
@@ -141,9 +141,7 @@ class Sight:
             raise UserError(f"{line}: {one_line(error)}") from error
         ids = made["input_ids"][0].tolist()
         pixels = {name: made[name] for name in made if name in READ}
-        values = pixels["pixel_values"]
-        if values.dim() == 5:  # Idefics3 takes parts whose pixels are all 0 for padding, and drops them
-            values[~values.flatten(2).any(-1), 0, 0, 0] = 1e-4
+        visible(pixels["pixel_values"])
         return Seen(tuple(picture.id if i == self.repeated else i for i in ids), pixels)
 
     def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
@@ -203,6 +201,13 @@ class Sight:
         tokens = [token for name in names if isinstance(token := getattr(self.processor, name, None), str)]
         ids = {self.repeated, self.placeholder, *self.tokenizer.convert_tokens_to_ids(tokens)}
         return sorted(i for i in ids if isinstance(i, int) and i >= 0)
+
+
+def visible(pixels: Tensor) -> None:
+    """Change the pixels of a picture's parts, [1, parts, C, H, W], in place: Idefics3 takes parts whose pixels are all 0 for
+    padding, and drops them. Other pixels stay."""
+    if pixels.dim() == 5:
+        pixels[~pixels.flatten(2).any(-1), 0, 0, 0] = 1e-4
 
 
 def processor_of(

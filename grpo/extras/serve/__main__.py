@@ -86,6 +86,8 @@ def main(arguments: Sequence[str]) -> None:
     device = device_of(config.device)
     with socket.create_server((host, port), family=family(host)) as listener:
         pretrained = instantiate(config.model)
+        if pretrained.vision:
+            raise UserError("a server takes no pictures yet: set model.vision=null")
         tokenizer = pretrained.tokenizer()
         renderer = instantiate(config.renderer)(tokenizer)
         vocabulary = pretrained.config().get_text_config().vocab_size

@@ -190,6 +190,8 @@ class Served(Teacher):
         wait: Seconds = 60.0,
         key_from: str = "VLLM_API_KEY",
     ) -> None:
+        if student.vision:
+            raise UserError("teacher=server takes no pictures yet: set model.vision=null, or teacher=none")
         advice = "is it vLLM, or python -m grpo.serve?"
         urls, known = addresses(urls, "teacher.urls"), {"key_from": key_from, "alive": MODELS}
         servers = [RemoteServer(url, timeout, advice, **known) for url in urls]
