@@ -114,27 +114,22 @@ class Blind:
 
 
 def test_an_engine_gets_the_sight_or_is_refused_at_the_start(folder, sight):
-    def engine(*overrides: str) -> object:
-        return engine_of(compose_config("model=path", f"model.path={folder}", *overrides), lambda: None)
+    config = compose_config("model=path", f"model.path={folder}")
 
-    def own(kind: type, *overrides: str) -> object:
-        config = compose_config("model=path", f"model.path={folder}", *overrides)
-        config.engine = {"_target_": f"{kind.__module__}.{kind.__name__}", "path": folder}
+    def engine(target: str, vision: str | None) -> object:
+        config.engine, config.model.vision = {"_target_": target, **own.get(target, {})}, vision
         return engine_of(config, lambda: None)
 
-    sees = "model.vision=frozen"
-    assert own(Mine, sees).sight is sight and own(Mine).sight is None
-    assert type(own(Blind)) is Blind
-    assert type(engine("engine=transformers", sees)) is TransformersEngine
-    for blind in (
-        lambda: own(Blind, sees),
-        lambda: engine("engine=vllm_shared", sees),
-        lambda: engine("engine=vllm_server", sees),
-    ):
-        with pytest.raises(
-            UserError, match=r"^model.vision=frozen: this engine takes no pictures: set engine=transformers or"
-        ):
-            blind()
+    here, built_in = __name__, "grpo.engines.builtin.engine.TransformersEngine"
+    own = {f"{here}.{name}": {"path": folder} for name in ("Mine", "Blind")}
+    assert engine(f"{here}.Mine", "frozen").sight is sight and engine(f"{here}.Mine", None).sight is None
+    assert type(engine(f"{here}.Blind", None)) is Blind
+    assert type(engine(built_in, "frozen")) is TransformersEngine
+    appendices = "grpo.extras.shared_weights.shared.VLLMSharedEngine", "grpo.extras.vllm_server.engine.VLLMServerEngine"
+    line = r"^model.vision=frozen: this engine takes no pictures: set engine=transformers or engine=vllm, or"
+    for target in (f"{here}.Blind", *appendices):
+        with pytest.raises(UserError, match=line):
+            engine(target, "frozen")
 
 
 def test_servers_take_none(folder):
