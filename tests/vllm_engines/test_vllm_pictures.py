@@ -1,10 +1,12 @@
 """vLLM and a trainer that see, in float32 on tiny random models: the same numbers for the same pictures."""
 
 import itertools
+from copy import deepcopy
 
 import pytest
 import torch
 from helpers import seeing
+from helpers.in_flight import at, segments
 from helpers.models import disturb, gap
 
 from grpo.engines.protocol import Sampling
@@ -89,6 +91,18 @@ def test_a_tower_that_has_learned_is_seen_by_the_engine(both):
     assert all(gap(both.model, [prompt], [one]) > 1e-2 for prompt, one in zip(both.prompts[1:], stale[1:], strict=True))
     assert gap(both.model, both.prompts, after) < 1e-5
     tower.load_state_dict(weights, strict=False)
+
+
+def test_a_completion_goes_on_with_the_tower_that_arrives_on_its_way(both, monkeypatch):
+    old, new = next(new_version), next(new_version)
+    models = {old: both.model, new: deepcopy(both.model)}
+    disturb(models[new].base_model.visual, seed=7, size=0.1)
+    both.engine.load_weights(both.model, old)
+    at(both.engine, monkeypatch, {5: lambda: both.engine.load_weights(models[new], new)})
+    found = both.engine.sample(both.prompts, Sampling(20, vllm={"ignore_eos": True}), [*range(len(both.prompts))])
+    parts = [part for prompt, one in zip(both.prompts, found, strict=True) for part in segments(prompt, one)]
+    assert [version for version, *_ in parts] == [old, new] * len(found)
+    assert all(gap(models[version], [before], [tokens]) < 1e-5 for version, before, tokens in parts)
 
 
 def test_the_tokens_of_pictures_are_not_sampled_however_likely_they_would_be(both):

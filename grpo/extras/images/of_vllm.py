@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.processing_utils import ProcessingKwargs
 
 from grpo.extras.images.eyes import NEVER
-from grpo.extras.images.sight import MUTUAL, PixtralRows, Sight, visible
+from grpo.extras.images.sight import MUTUAL, PixtralRows, Sight, lit
 from grpo.system.errors import UserError
 
 PROCESSORS: dict[str, Any] = {}  # by the path with which vLLM was built: the processor that it uses
@@ -108,7 +108,7 @@ def lend(path: str, sight: Sight) -> None:
 
         context.cached_processor_from_config = lent
     own = sight.processor
-    PROCESSORS[path] = Lent(Rows(**vars(own)) if isinstance(own, PixtralRows) else own)
+    PROCESSORS[path] = Lent(PixtralPixels(**vars(own)) if isinstance(own, PixtralRows) else own)
 
 
 class Lent:
@@ -122,11 +122,11 @@ class Lent:
 
     def __call__(self, **given: Any) -> Any:
         made = self.processor(**given)
-        visible(made["pixel_values"])
+        lit(made["pixel_values"])
         return made
 
 
-class Rows(PixtralRows):
+class PixtralPixels(PixtralRows):
     """Pixtral's processor as vLLM calls it, which makes the tokens itself."""
 
     image_break_token, image_end_token, valid_processor_kwargs = "[IMG_BREAK]", "[IMG_END]", ProcessingKwargs

@@ -141,7 +141,7 @@ class Sight:
             raise UserError(f"{line}: {one_line(error)}") from error
         ids = made["input_ids"][0].tolist()
         pixels = {name: made[name] for name in made if name in READ}
-        visible(pixels["pixel_values"])
+        lit(pixels["pixel_values"])
         return Seen(tuple(picture.id if i == self.repeated else i for i in ids), pixels)
 
     def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ class Sight:
         return sorted(i for i in ids if isinstance(i, int) and i >= 0)
 
 
-def visible(pixels: Tensor) -> None:
+def lit(pixels: Tensor) -> None:
     """Change the pixels of a picture's parts, [1, parts, C, H, W], in place: Idefics3 takes parts whose pixels are all 0 for
     padding, and drops them. Other pixels stay."""
     if pixels.dim() == 5:
