@@ -16,7 +16,7 @@ from grpo.extras.images.eyes import NEVER
 from grpo.extras.images.sight import MUTUAL, PixtralRows, Sight, lit
 from grpo.system.errors import UserError
 
-PROCESSORS: dict[str, Any] = {}  # by the path with which vLLM was built: the processor that it uses
+PROCESSORS: dict[str, Any] = {}  # by the name with which vLLM was built: the processor that it uses
 
 
 class SeeingEngine:
@@ -31,7 +31,9 @@ class SeeingEngine:
         arguments["mm_device_do_normalize"] = False
         # a processor for videos is not there
         arguments["limit_mm_per_prompt"] = {"video": 0} | (arguments.get("limit_mm_per_prompt") or {})
-        lend(self._path, self.sight)
+        # by this name, which stays as it is: vLLM may turn a hub id into a path
+        arguments["served_model_name"] = name = f"{self._path} {id(self.sight)}"
+        lend(name, self.sight)
         super()._open()
         self._llm._preprocess_cmpl_one = Rendering(self._llm._preprocess_cmpl_one, self.sight)
         self._llm.apply_model(lambda model: limit(model, self.sight.banned))
@@ -95,20 +97,20 @@ def limit(model: nn.Module, banned: Sequence[int]) -> None:
     model.compute_logits = limited
 
 
-def lend(path: str, sight: Sight) -> None:
-    """Let vLLM use the trainer's processor for the model with this path."""
+def lend(name: str, sight: Sight) -> None:
+    """Let vLLM use the trainer's processor for the model that it serves by this name."""
     from vllm.multimodal.processing import context
 
     if not PROCESSORS:
         load = context.cached_processor_from_config
 
         def lent(config: Any, **kwargs: Any) -> Any:
-            found = PROCESSORS.get(config.model)
+            found = PROCESSORS.get(config.served_model_name)
             return load(config, **kwargs) if found is None else found
 
         context.cached_processor_from_config = lent
     own = sight.processor
-    PROCESSORS[path] = Lent(PixtralPixels(**vars(own)) if isinstance(own, PixtralRows) else own)
+    PROCESSORS[name] = Lent(PixtralPixels(**vars(own)) if isinstance(own, PixtralRows) else own)
 
 
 class Lent:
@@ -121,6 +123,7 @@ class Lent:
         return getattr(self.processor, name)
 
     def __call__(self, **given: Any) -> Any:
+        """Return the arguments of the tower, as the trainer has them."""
         made = self.processor(**given)
         lit(made["pixel_values"])
         return made

@@ -1,5 +1,6 @@
 """Pictures for vLLM, without vLLM: what it is given, what it may not compute, and who takes none."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from helpers import seeing
 
 from grpo.apps.engines import engine_of
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.extras.images import of_vllm
 from grpo.extras.images.door import sight_of
 from grpo.extras.images.of_vllm import Rendering, limit, with_pictures
 from grpo.extras.serve.__main__ import main as serve
@@ -82,10 +84,36 @@ class Stub:
     def __init__(self) -> None:
         self.done: list[str] = []
         core = SimpleNamespace(reset_encoder_cache=lambda: self.done.append("features forgotten"))
-        self._llm = SimpleNamespace(llm_engine=core, sleep=lambda level: self.done.append(f"sleep {level}"))
+        self.head = SimpleNamespace(compute_logits=lambda states: states)
+        self._llm = SimpleNamespace(
+            llm_engine=core,
+            sleep=lambda level: self.done.append(f"sleep {level}"),
+            apply_model=lambda change: change(self.head),
+            _preprocess_cmpl_one=dict,
+        )
+        self._path, self._new = "model", partial(dict, language_model_only=True, limit_mm_per_prompt={"image": 3})
+
+    def _open(self) -> None:
+        self.done.append("built")
 
     def _take(self, model: object) -> None:
         self.done.append("weights taken")
+
+
+def test_vllm_is_built_to_see_and_no_picture_is_sampled(sight, monkeypatch):
+    lent = {}
+    monkeypatch.setattr(of_vllm, "lend", lent.__setitem__)
+    engine = Stub()
+    with_pictures(engine, sight)
+    engine._open()
+    given = engine._new()
+    assert "language_model_only" not in given and given["limit_mm_per_prompt"] == {"video": 0, "image": 3}
+    assert given["mm_device_do_normalize"] is False and lent == {given["served_model_name"]: sight}
+    assert engine.done == ["built"] and engine._llm._preprocess_cmpl_one({"prompt_token_ids": [5]}) == {
+        "prompt_token_ids": [5]
+    }
+    logits = engine.head.compute_logits(torch.zeros(1, len(sight.tokenizer)))[0]
+    assert (logits < 0).nonzero()[:, 0].tolist() == sight.banned
 
 
 def test_features_are_forgotten_when_what_made_them_has_learned(sight):
