@@ -124,7 +124,7 @@ def test_only_programs_know_hydra_and_only_engines_know_vllm():
             *file.parts
         }
         assert not libraries & {"hydra", "omegaconf"} or program, f"{file} imports hydra"
-        engine = {"engines", "shared_weights", "vllm_server"} & {*file.parts}
+        engine = {"engines", "shared_weights", "vllm_server", "of_vllm"} & {*file.parts, file.stem}
         assert "vllm" not in libraries or engine, f"{file} imports vllm"
 
 

@@ -48,7 +48,7 @@ class SeeingEngine:
 
 
 class Rendering:
-    """What stands before vLLM's own rendering of a prompt: ids of pictures in, their files out.
+    """Stands before vLLM's own rendering of a prompt: ids of pictures in, their files out.
 
     render: vLLM's function for a prompt. image: a picture as an image of PIL; those of a group come one after the other.
     """
