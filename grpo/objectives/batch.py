@@ -33,8 +33,8 @@ class Scores:
         changed = {name: function(tensor) for name, tensor in tensors.items()}
         return replace(self, parts={name: function(part) for name, part in self.parts.items()}, **changed)
 
-    def to(self, *args, **kwargs) -> Self:
-        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+    def to(self, device: torch.device) -> Self:
+        return self._map(lambda tensor: sent(tensor, device))
 
     def has_signal(self, by: Literal["correct", "reward"] = "reward") -> Tensor:
         """Return whether the rewards of each group differ, or its answers are right and wrong ones, [N] bool."""

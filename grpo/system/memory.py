@@ -21,6 +21,7 @@ LARGE = 1 << 22
 KEPT = 1 << 28  # free bytes of the heap that stay between phases: enough for small models
 # of a GPU, which no plan gives away: a display and other processes grow, and a forecast has errors. A margin, not measured
 SLACK = 0.03
+PINNED = {"cuda"}  # devices that wait for a copy from or to pages of the host that may be swapped out
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -135,7 +136,7 @@ def in_pieces(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. If it is in the host's memory, the copy is queued; it must not change afterwards."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()  # a page that may be swapped out is copied by the host, which then waits
+    if device.type in PINNED and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
     queued = device.type != "mps"  # MPS would read the memory when it may be free already
     return tensor.to(device, non_blocking=queued)

@@ -76,7 +76,7 @@ class GRPOModule(UpdateRows):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> dict[str, float]:
         """Learn from one rollout: num_epochs passes of num_minibatches updates. Returns metrics."""
         means, shape = Means(), batch.scores.rewards.shape  # N, G
-        scores = batch.scores.to(batch.tokens.ids.device, non_blocking=True)
+        scores = batch.scores.to(batch.tokens.ids.device)
         tokens = batch.tokens = self.parts.assign(batch.tokens, batch)
         if self.algorithm.freezes_first:
             tokens = self.freeze(tokens)

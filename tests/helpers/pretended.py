@@ -5,14 +5,17 @@ missing. And `waits` counts, by line of code, where the host would wait until th
 number, where the size of a result depends on numbers, and at each copy that is not queued (`non_blocking`). A queued copy to the
 host has arrived after `torch.accelerator.synchronize`; what reads it before that raises. `carried` has the bytes of copies.
 
-It knows no autocast, no kernels, no pinned memory and no several devices: these need a test on a GPU.
+A copy is queued if the host's memory is pinned, as with CUDA. Autocast is that of helpers/pretended_autocast.py, and the kernels
+of a GPU are those of helpers/pretended_kernels.py, if a test asks for them. It knows no streams and no several devices.
 """
 
 import sys
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from grpo.system import memory, threads
 from grpo.system.memory import storage_of
+from helpers.pretended_autocast import autocast, is_on, lowered
 
 ROOT = Path(__file__).parents[2]
 LAZY = torch.device("lazy", 0)  # autograd runs it in the calling thread, as it does a CPU
@@ -33,6 +38,7 @@ READING = {
     aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
     aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.repeat_interleave.Tensor,
 }  # fmt: skip
+INSTEAD: dict[Any, Callable[..., Tensor]] = {}  # what computes operations that a CPU lacks, on the inner tensors
 
 
 class OnDevice(Tensor):
@@ -53,8 +59,9 @@ class OnDevice(Tensor):
     def __repr__(self) -> str:
         return f"OnDevice({self.inner!r})"
 
-    def __deepcopy__(self, memo: dict) -> "OnDevice":
-        return OnDevice(self.inner.clone())
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        copy = OnDevice(self.inner.clone())
+        return nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
 
     def tolist(self) -> Any:
         waited("tolist")
@@ -69,6 +76,8 @@ class Pretended(TorchDispatchMode):
     """In this `with`, the pretended device exists. waits: the number of waits by line and kind; copies: those to the device.
 
     carried: the bytes copied to the "device" and to the "host". due: the storages of the host that copies are under way to.
+    pinned: those that are pinned. elsewhere: the waits of other threads than the one in which the `with` began. compiled: calls
+    of compiled functions.
     """
 
     now: "Pretended | None" = None
@@ -76,22 +85,35 @@ class Pretended(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.elsewhere: Counter[str] = Counter()
+        self.thread = threading.get_ident()
+        self.compiled: Counter[str] = Counter()
         self.copies = 0
         self.carried: Counter[str] = Counter()
         self.due: set[int] = set()
+        self.pinned: set[int] = set()
         self.changes = ExitStack()
 
     def __enter__(self) -> "Pretended":
         Pretended.now = self
-        self.changes.enter_context(patch.object(torch, "lazy", torch.cpu, create=True))
-        self.changes.enter_context(patch.object(torch, "autocast", without_autocast))
-        self.changes.enter_context(patch.object(torch.accelerator, "synchronize", self.synchronize))
-        enabled = torch.is_autocast_enabled
-        unknown = patch.object(torch, "is_autocast_enabled", lambda *kind: kind != (LAZY.type,) and enabled(*kind))
-        self.changes.enter_context(unknown)
-        lifts = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=LAZY) is a copy
-        self.changes.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+        run, ours = threads.Background._run, LAZY.type
+        enabled, dtype, available = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.amp.is_autocast_available
+        for owner, name, new in [
+            (torch, ours, torch.cpu),
+            (torch, "autocast", partial(autocast, ours)),
+            (torch.amp, "autocast", partial(autocast, ours)),
+            (torch, "is_autocast_enabled", lambda *kind: is_on() if kind == (ours,) else enabled(*kind)),
+            (torch, "get_autocast_dtype", lambda kind: lowered() if kind == ours else dtype(kind)),
+            (torch.amp, "is_autocast_available", lambda kind: kind == ours or available(kind)),
+            (torch.accelerator, "synchronize", self.synchronize),
+            (Tensor, "is_pinned", lambda tensor, *_: storage_of(tensor) in self.pinned),
+            (Tensor, "pin_memory", lambda tensor, *_: self.pin(tensor.clone())),
+            (threads.Background, "_run", lambda background, make: self.there(partial(run, background, make))),
+        ]:
+            self.changes.enter_context(patch.object(owner, name, new, create=True))
+        memory.PINNED.add(ours)
+        self.changes.callback(memory.PINNED.discard, ours)
+        self.changes.enter_context(only_lifts_of_the_host())
         return super().__enter__()
 
     def __exit__(self, *given) -> None:
@@ -103,7 +125,21 @@ class Pretended(TorchDispatchMode):
         if is_composite(function):
             with self.again():
                 return function.decompose(*args, **kwargs or {})
-        return computed(function, args, kwargs or {})
+        kwargs = dict(kwargs or {})
+        pins = kwargs.pop("pin_memory", False)
+        return self.pin(computed(function, args, kwargs)) if pins else computed(function, args, kwargs)
+
+    def there(self, call: Callable[[], None]) -> None:
+        """Call a function in another thread, in which the device exists, too."""
+        with self.again(), only_lifts_of_the_host():
+            call()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host, pinned."""
+        storage, key = tensor.untyped_storage(), storage_of(tensor)
+        self.pinned.add(key)
+        weakref.finalize(storage, self.pinned.discard, key)
+        return tensor
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -134,9 +170,15 @@ class Pretended(TorchDispatchMode):
         return "\n".join(f"{n:6d} {line}" for line, n in self.waits.most_common())
 
 
-def without_autocast(kind: str, *given, **named):
-    """Return torch's autocast, or nothing for the pretended device."""
-    return nullcontext() if kind == LAZY.type else torch.amp.autocast(kind, *given, **named)
+@contextmanager
+def only_lifts_of_the_host() -> Iterator[None]:
+    """Let torch.tensor(..., device=LAZY) be a copy, in this thread."""
+    lifts = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifts)
 
 
 def on_device(module: nn.Module) -> nn.Module:
@@ -156,8 +198,8 @@ def on_device(module: nn.Module) -> nn.Module:
 
 def waited(kind: str) -> None:
     """Count a wait at the line of the project that is being run; if there is none, at that of a library."""
-    if Pretended.now is not None:
-        Pretended.now.waits[f"{place()}: {kind}"] += 1
+    if (now := Pretended.now) is not None:
+        (now.waits if threading.get_ident() == now.thread else now.elsewhere)[f"{place()}: {kind}"] += 1
 
 
 def place() -> str:
@@ -195,7 +237,7 @@ def computed(function, args: tuple, kwargs: dict) -> Any:
     named = dict(zip(kwargs, inner[1], strict=True))
     if device is not None and result_there:
         named["device"] = torch.device("cpu")
-    out = function(*inner[0], **named)
+    out = INSTEAD.get(function, function)(*inner[0], **named)
     if not result_there:
         return out
     out = mapped(lambda x: OnDevice(x) if isinstance(x, Tensor) else x, out)
@@ -228,6 +270,8 @@ def note_copy(function, args: tuple, kwargs: dict, result_there: bool) -> None:
     )
     from_device = isinstance(source, OnDevice)
     into_device = isinstance(args[0], OnDevice) if function is aten.copy_.default else result_there
+    host = args[0] if from_device and function is aten.copy_.default else source
+    queued = queued and storage_of(host) in Pretended.now.pinned
     if from_device and not into_device:
         Pretended.now.carried["host"] += source.numel() * source.element_size()
         if queued and function is aten.copy_.default:

@@ -98,7 +98,7 @@ class Values(UpdatePart):
         needed."""
         self.alone = batch.rollout < self.learning.pretrain
         self.entropy = self.module.entropy.state_dict()
-        scores, rows = batch.scores.to(tokens.ids.device, non_blocking=True), torch.arange(len(tokens))
+        scores, rows = batch.scores.to(tokens.ids.device), torch.arange(len(tokens))
         logprobs, entropy, values = (torch.zeros_like(tokens.rollout_logprobs) for _ in range(3))
         settings, algorithm = (
             (self.module.temperature, False, *self.module.layout, [hidden_states]),

@@ -18,7 +18,7 @@ from grpo.models.packed_attention import Kernel
 from grpo.models.packing import in_microbatches
 from grpo.models.states import states_before
 from grpo.objectives.batch import TokenBatch
-from grpo.system.memory import sent
+from grpo.system.memory import PINNED, sent
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def visiting(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
 def on_its_way(x: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a frozen tensor on a device. It is queued, so x must not change."""
-    if device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
+    if device.type in PINNED and x.device.type == "cpu" and not x.is_pinned():
         x.data = x.data.pin_memory()  # once: later copies take this memory
     copy = sent(x.detach(), device)
     return nn.Parameter(copy, requires_grad=False) if isinstance(x, nn.Parameter) else copy
@@ -87,7 +87,7 @@ def kept_of(
     for _, rows in in_microbatches(read.to(device), mask.any(1).nonzero()[:, 0], layout, most):
         found, host = states_before(model.get_decoder(), rows, layout, kernel), rows.host or rows
         if not filled:
-            pinned = device.type == "cuda"
+            pinned = device.type in PINNED
             states = torch.empty(int(mask.sum()), found.shape[1], dtype=found.dtype, pin_memory=pinned)
         of_pass = slice(filled, filled + len(found))
         states[of_pass].copy_(found, non_blocking=device.type != "mps")

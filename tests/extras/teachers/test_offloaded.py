@@ -110,8 +110,13 @@ def device():
 
 
 def test_weights_go_there_and_are_dropped(device):
-    """Tied weights go once. A buffer that a pass has replaced stays replaced, in the host's memory."""
+    """Tied weights go once, and are pinned in the first visit only. A buffer that a pass has replaced stays replaced, in the
+    host's memory."""
     model = model_of("llama_tied").requires_grad_(False)
+    with visiting(model, LAZY):
+        pass
+    assert all(x.is_pinned() for x in [*model.parameters(), *model.buffers()])
+    device.clear()
     before = {name: (p, p.data_ptr()) for name, p in model.named_parameters(remove_duplicate=False)}
     rotary = model.model.rotary_emb
     factor = rotary.inv_freq
@@ -123,6 +128,7 @@ def test_weights_go_there_and_are_dropped(device):
     assert (device.carried["device"], device.carried["host"]) == (size, factor.numel() * 4)
     assert {name: (p, p.data_ptr()) for name, p in model.named_parameters(remove_duplicate=False)} == before
     assert torch.equal(rotary.inv_freq, factor * 2) and not isinstance(rotary.inv_freq, OnDevice)
+    assert device.count() == 1, device.table()  # for the buffer
     with pytest.raises(ZeroDivisionError), visiting(model, LAZY):
         raise ZeroDivisionError
     assert not any(isinstance(p.data, OnDevice) for p in model.parameters())
