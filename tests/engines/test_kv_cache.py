@@ -296,6 +296,16 @@ def test_sixteen_bits_agree_as_well_as_they_can():
     assert gap(model, GROUPS, engine.sample(GROUPS, Sampling(24), range(10))) < 0.1
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_float32_weights_under_autocast_agree_as_well_as_sixteen_bits_can(low, caplog):
+    """As on a GPU with the default settings. The error that shows a mistake in float32 is that of rounding here."""
+    model = model_of("qwen2")
+    with torch.autocast("cpu", low, cache_enabled=False):
+        assert engine_of(model).cache is KVCache and not caplog.messages
+        assert builtin.error_at(KVCache, model, (7, 3), builtin.EXACT)
+    assert not builtin.error_at(KVCache, model, (7, 3), builtin.EXACT)
+
+
 def test_a_bound_of_nothing_is_refused():
     with pytest.raises(UserError, match=r"engine\.max_cache_tokens=0 must be an integer of at least 1"):
         TransformersEngine(0)

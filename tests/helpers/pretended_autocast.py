@@ -16,9 +16,9 @@ LOW = {
     "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "prelu", "chain_matmul",
 }  # fmt: skip
 HIGH = {
-    "exp", "expm1", "log", "log10", "log1p", "log2", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt", "softplus", "sum", "prod",
-    "cumsum", "cumprod", "softmax", "log_softmax", "logsumexp", "norm", "layer_norm", "group_norm", "cosine_similarity", "cdist",
-    "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "nll_loss",
+    "exp", "expm1", "log", "log10", "log1p", "log2", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt", "softplus", "sum",
+    "prod", "cumsum", "cumprod", "softmax", "log_softmax", "logsumexp", "norm", "layer_norm", "group_norm", "cosine_similarity",
+    "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "nll_loss",
 }  # fmt: skip
 
 
@@ -66,11 +66,13 @@ class Autocast:
 
     def __enter__(self) -> None:
         NOW.inside.append(self.low)
-        if self.low is not None and len([low for low in NOW.inside if low is not None]) == 1:
+        if (
+            self.low is not None
+        ):  # in an autocast, too: a backward pass that recomputes layers runs without the mode around it
             self.mode.__enter__()
 
     def __exit__(self, *given: Any) -> None:
-        if self.low is not None and len([low for low in NOW.inside if low is not None]) == 1:
+        if self.low is not None:
             self.mode.__exit__(*given)
         NOW.inside.pop()
 

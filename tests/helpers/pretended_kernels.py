@@ -84,7 +84,9 @@ def kernels() -> Iterator[None]:
     products = {aten.mm.dtype: product(torch.mm), aten.bmm.dtype: product(torch.bmm)}
     with ExitStack() as stack:
         for each in of_head:
-            stack.enter_context(patch.dict(vars(each), devices=("cuda", LAZY.type), compiled=compiled(each.function, fullgraph=True)))
+            stack.enter_context(
+                patch.dict(vars(each), devices=("cuda", LAZY.type), compiled=compiled(each.function, fullgraph=True))
+            )
         for owner, name, new in [
             (torch, "compile", compiled),
             (OnDevice, "is_cuda", True),

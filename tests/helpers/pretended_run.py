@@ -18,7 +18,11 @@ def device_of_runs() -> Iterator[Pretended]:
     with ExitStack() as stack:
         for owner, name, new in [
             (CPUAccelerator, "setup_device", lambda self, device: None),
-            (SingleDeviceStrategy, "__init__", lambda self, device="cpu", *more, **named: begin(self, LAZY, *more, **named)),
+            (
+                SingleDeviceStrategy,
+                "__init__",
+                lambda self, device="cpu", *more, **named: begin(self, LAZY, *more, **named),
+            ),
             (SingleDeviceStrategy, "model_to_device", lambda self: on_device(self.model)),
             (MixedPrecision, "__init__", lambda self, kind, device, *more: mixes(self, kind, LAZY.type, *more)),
         ]:

@@ -1,22 +1,13 @@
 """A whole run on a pretended device: no copy is missing from the first weights to the last checkpoint."""
 
 import pytest
-from helpers.pretended import LAZY, Pretended, on_device
+from helpers.pretended_run import device_of_runs
 from helpers.runs import learned, rows
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """The pretended device, which is the one of Lightning's trainer."""
-    begin = SingleDeviceStrategy.__init__
-    monkeypatch.setattr(CPUAccelerator, "setup_device", lambda self, device: None)
-    monkeypatch.setattr(
-        SingleDeviceStrategy, "__init__", lambda self, device="cpu", *more, **named: begin(self, LAZY, *more, **named)
-    )
-    monkeypatch.setattr(SingleDeviceStrategy, "model_to_device", lambda self: on_device(self.model))
-    with Pretended() as device:
+def device():
+    with device_of_runs() as device:
         yield device
 
 

@@ -156,11 +156,8 @@ def cache_objection(cache: Cache, model: nn.Module) -> str:
 def error_of(cache: Cache, model: nn.Module) -> str:
     """Sample three rows of two prompts, one of which ends early. Returns "", or how far they are from plain
     forward passes."""
-    exact = (
-        issubclass(cache, KVCache)
-        and model.dtype == torch.float32
-        and torch.get_float32_matmul_precision() == "highest"
-    )
+    in_float32 = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
+    exact = issubclass(cache, KVCache) and in_float32 and torch.get_float32_matmul_precision() == "highest"
     return beyond_sizes(model, partial(error_at, cache, model), (7, 3), EXACT if exact else LOOSE)
 
 
