@@ -42,7 +42,7 @@ REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [0.5, 1.0, 0
 
 @dataclass(frozen=True)
 class Found:
-    """What a run has left. changes: of the trained weights, flattened. rows: its metrics, by rollout. waits: of each rollout's
+    """The end of a run. changes: of the trained weights, flattened. rows: its metrics, by rollout. waits: of each rollout's
     update. drawn: the tokens that its engine has drawn."""
 
     changes: torch.Tensor
