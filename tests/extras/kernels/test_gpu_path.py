@@ -1,8 +1,8 @@
 """Short runs as a GPU makes them, on a pretended device, beside the same runs on the CPU.
 
-FlexAttention and compiled functions have stand-ins that compute the same, autocast casts by CUDA's lists, and memory of the host
-is pinned or waited for. A tensor of the host that meets one of the device ends a run. Both runs learn from the same samples, as in
-16 bits another order of a sum may change a draw; the device draws its own ones, too, and these are compared.
+FlexAttention and compiled functions have stand-ins that compute the same, autocast casts by CUDA's lists, and a copy from or to
+the host waits unless its memory there is pinned. A tensor of the host that meets one of the device ends a run. Both runs learn
+from the same samples, as in 16 bits another order of a sum may change a draw; the device draws its own ones, too, also compared.
 """
 
 import logging
