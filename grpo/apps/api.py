@@ -70,7 +70,8 @@ def train(
 
     model: an option, a folder, a hub id, or a transformers model; `tokenizer` belongs to the latter. task: an option or a Task.
     rewards: names or functions, one or a list, with `task.weights`. dataset: rows with a column
-    `prompt`, as dictionaries or a datasets.Dataset, or such rows for each split; the run's folder keeps them. callbacks: options
+    `prompt`, and maybe pictures in `image` or `images`, as dictionaries or a datasets.Dataset, or such rows for each split; the
+    run's folder keeps them. callbacks: options
     of the group, or callbacks besides the default ones. output_dir: the run's folder. settings: other keys; `optimizer` and
     `schedule` are short for `optim.optimizer` and `optim.schedule`. Raises UserError for a mistake.
     """
@@ -206,8 +207,24 @@ def save_rows(dataset: Any, folder: Path) -> None:
     disable_progress_bar()
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     for split, rows in splits.items() if not (folder / "config.yaml").exists() else ():
-        table = rows if isinstance(rows, Dataset) else Dataset.from_list(list(map(dict, rows)))
+        table = rows if isinstance(rows, Dataset) else Dataset.from_list([with_files(row) for row in rows])
         table.to_parquet(folder / "data" / f"{split}.parquet")
+
+
+def with_files(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose pictures are found from any folder: paths are whole, and a `Picture` is its bytes."""
+    from grpo.env.pictures import Picture
+    from grpo.extras.datasets.pictures import AUTO
+
+    def found(value: Any) -> Any:
+        if isinstance(value, Picture):
+            return value.data
+        if isinstance(value, list | tuple):
+            return [found(one) for one in value]
+        is_path = isinstance(value, str | PathLike) and "://" not in str(value) and not str(value).startswith("data:")
+        return str(Path(value).expanduser().absolute()) if is_path and str(value) else value
+
+    return {name: found(value) if name in AUTO else value for name, value in row.items()}
 
 
 @contextmanager

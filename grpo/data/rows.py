@@ -27,10 +27,15 @@ def head(name: str, columns: Iterable[str] = ()) -> str:
     return name if name in columns else name.partition(".")[0]
 
 
+def brief(value: Any) -> str:
+    """Return a text for a value that JSON cannot hold: that of bytes, as of a picture, has 16 digits of their SHA-256."""
+    return f"<{hashlib.sha256(value).hexdigest()[:16]}>" if isinstance(value, bytes) else str(value)
+
+
 def key_of(question: Any) -> int:
     """Return a hash of a question, the same for equal questions, of 64 bits: a million of them take little memory."""
     # not hash(): Python's hash of a text differs from process to process
-    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
+    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True, default=brief)
     return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
 
 
@@ -66,7 +71,7 @@ def fingerprint(example: Example) -> str:
             return value
         if hasattr(value, "__dict__"):  # its repr may contain its address
             return plain(vars(value))
-        return str(value)
+        return brief(value)
 
     return hashlib.sha256(json.dumps(plain(example), sort_keys=True).encode()).hexdigest()[:12]
 

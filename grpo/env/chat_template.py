@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.env import thoughts
 from grpo.env.chat_dicts import ADD, ASKED, as_dicts, called
-from grpo.env.messages import Message, ToolSpec, pictures_of
+from grpo.env.messages import Message, ToolSpec, pictures_of, unseen
 from grpo.env.thoughts import CLOSED, OPENED, WAYS, Manner, Tags, Written, left_open, parted
 from grpo.system.errors import UserError, one_line
 
@@ -79,9 +79,7 @@ class TemplateRenderer:
         if tools:
             self.check_calls()  # refused before anything is rendered
         if pictures_of(messages) and not hasattr(self.tokenizer, "sight"):
-            raise UserError(
-                "a message has a picture, and the model reads text only: set model.vision=frozen, with a model that sees"
-            )
+            messages = unseen(messages)
         every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
         if before := tuple(before):

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, Self, get_args
 
-from grpo.env.pictures import MARK, Picture, picture_from
+from grpo.env.pictures import MARK, UNSEEN, Picture, picture_from
 from grpo.env.thoughts import FIELDS, parted, with_thought
+from grpo.system.errors import UserError
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -171,6 +172,15 @@ def content_of(parts: Sequence[Any], pictures: Sequence[Picture] = ()) -> tuple[
 def pictures_of(messages: Sequence[Message] | str) -> list[Picture]:
     """Return the pictures of a conversation, in order."""
     return [] if isinstance(messages, str) else [picture for message in messages for picture in message.pictures]
+
+
+def unseen(messages: Sequence[Message]) -> list[Message]:
+    """Return messages for a policy that reads text only, to which a tool's picture is a word. Raises UserError for others."""
+    if any(message.pictures for message in messages if message.role != "tool"):
+        raise UserError(
+            "a message has a picture, and the model reads text only: set model.vision=frozen, with a model that sees"
+        )
+    return [replace(m, content=m.content.replace(MARK, UNSEEN), pictures=()) if m.pictures else m for m in messages]
 
 
 def call_of(call: Any) -> ToolCall:

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 from grpo.system.errors import UserError
 
 MARK = "<image>"  # the place of a picture in a message's text
+UNSEEN = "[image]"  # a tool's picture, to a policy that reads text only
 ALIVE: "WeakValueDictionary[int, Picture]" = WeakValueDictionary()  # by id
 
 

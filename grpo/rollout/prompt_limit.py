@@ -74,7 +74,8 @@ class PromptLimit:
             lengths.append(prompt_tokens(task, examples[i], renderer))
             if refuse and lengths[i] > self.max_tokens:
                 line = f"the prompt of {split} example {i + 1} has {plural(lengths[i], 'token')}, and {self.why}"
-                raise UserError(f"{line}: lower max_tokens, or set prompt_limit.too_long to drop or truncate")
+                pictures = getattr(renderer, "way_out", "")
+                raise UserError(f"{line}: lower max_tokens, or set prompt_limit.too_long to drop or truncate{pictures}")
         fits = [i for i, length in enumerate(lengths) if length <= self.max_tokens]
         if refuse or len(fits) == len(examples):
             return examples

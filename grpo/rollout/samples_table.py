@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo.data.rows import fingerprint
+from grpo.data.rows import brief, fingerprint
 from grpo.env.tokens import Row, rows_of_turns
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
@@ -60,7 +60,7 @@ def conversation_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def text(value: Any) -> str:
     """Return a value as text: a text as it is, other values as JSON."""
-    return value if isinstance(value, str) else strict_json(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else strict_json(value, ensure_ascii=False, default=brief)
 
 
 def golds(task: Any, groups: Iterable[Group]) -> dict[str, list]:

@@ -1,13 +1,14 @@
 """Plain data: values as JSON and tensors. Unlike a pickle, they run no code when they are read.
 
 A value that JSON lacks becomes a dictionary with a key that begins with $: $tuple, $set, $bytes, $items (a dictionary whose keys
-are not all texts), $tensor and $array (the name of a tensor), $is (a record: one of the dataclasses below).
+are not all texts), $tensor, $array, $file and $picture (the name of a tensor), $is (a record: one of the dataclasses below).
 """
 
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
+from hashlib import sha256
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo.env.pictures import Picture
 from grpo.objectives.batch import TokenBatch
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan
@@ -23,6 +25,7 @@ from grpo.system.distributed import local
 # Files keep a rollout that was played ahead, its plan, and the rows of a skipped update. These, and the dataclasses that
 # their fields may hold, are all that a file may name.
 ROOTS = (Plan, Rollout, TokenBatch)
+SHORT = 1000  # bytes that stay among the JSON data; more, as of a picture, are kept once
 NUMBERS = {bool: {bool}, int: {int, bool}, float: {float, int, bool}}  # what JSON may have of each
 
 
@@ -46,6 +49,13 @@ class Tensors(dict[str, Tensor]):
             self.storages.add(storage)
         return self.views[view]
 
+    def add_bytes(self, data: bytes) -> str:
+        """Add bytes, once, as a tensor, and return its name."""
+        name = f"file.{sha256(data).hexdigest()}"
+        if name not in self:
+            self[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return name
+
 
 def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
     """Return a value as JSON data, and add its tensors to `tensors`. path: its place, which names them.
@@ -60,6 +70,10 @@ def to_plain(value: Any, tensors: Tensors, path: str = "") -> Any:
         return {"$tensor": tensors.add(value.detach(), path)}
     if isinstance(value, np.ndarray):
         return {"$array": tensors.add(torch.from_numpy(value), path)}
+    if isinstance(value, Picture):
+        return {"$picture": tensors.add_bytes(value.data)}
+    if isinstance(value, bytes) and len(value) > SHORT:
+        return {"$file": tensors.add_bytes(value)}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Sequence | set | frozenset):
@@ -97,6 +111,8 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     made = {
         "$tensor": lambda name: tensors[name],
         "$array": lambda name: tensors[name].numpy(),
+        "$file": lambda name: tensors[name].numpy().tobytes(),
+        "$picture": lambda name: Picture(tensors[name].numpy().tobytes()),
         "$bytes": base64.b64decode,
         "$tuple": tuple,
         "$set": set,

@@ -49,7 +49,7 @@ REFUSED = [
     (7, "7 is neither a text nor a list of messages"),
     (["1?"], "neither a text nor a list"),
     ([{"role": "user", "content": "1?", "weight": 0}], "a message has the field 'weight', which no chat template gets"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "a part of type 'image_url'"),
+    ([{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}], "a part of type 'video'"),
     ([{"role": "user", "content": [{"text": "1?"}]}], "needs 'type'"),
     ([{"role": "user", "content": None}], "is no message: it needs a role"),
     ([{"role": "user", "content": 7}], "a message has the content 7: it needs a text, or a list"),

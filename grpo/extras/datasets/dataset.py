@@ -41,6 +41,7 @@ class Dataset:
     counts removed rows. limits: numbers of rows, after filtering. streaming: read only as much of a hub dataset as they need.
     numbers: columns of a CSV file that hold numbers; NA, nan, null, None and blanks are then None. form: called with every
     question; it raises UserError for one that cannot be asked. demonstration: the column with an answer to learn from.
+    pictures: tells which column has pictures, that belong to the question (see `RowPictures`).
     """
 
     @enforced("task")
@@ -60,6 +61,7 @@ class Dataset:
         numbers: Sequence[str] = (),
         form: Callable[[Any], Any] | None = None,
         demonstration: str | None = None,
+        pictures: Any = None,
     ) -> None:
         self.path, self.columns, self.name, self.config = path, tuple(columns), name, config
         self.local = Path(path).expanduser()
@@ -68,6 +70,7 @@ class Dataset:
         self.held_out = {split: float(share) for split, share in (held_out or {}).items() if share}
         self.filters, self.streaming = tuple(filters), streaming
         self.numbers, self.form, self.demonstration_column = tuple(numbers), form, demonstration
+        self.pictures = pictures
         self.limits = {"train": train_limit, "validation": validation_limit, "test": test_limit}
         self.sources: dict[Split, TableRows] = {}
         self.read: dict[Split, Sequence[Example]] = {}
@@ -103,8 +106,8 @@ class Dataset:
         share, streams = self.held_out.get("test"), self.streaming
         if share is None or streams or len(source := self._source("train")) * share > FEW:
             return self.held_out
-        rows = (values for _, values in self._rows(source, "train") if not any(map(_blank, values)))
-        points = {point_of(values[0]) for values in rows}
+        asked = (asked for _, values, asked in self._rows(source, "train") if not any(map(_blank, values)))
+        points = set(map(point_of, asked))
         return self.held_out | ({"test": max(share, math.nextafter(min(points), 1))} if len(points) > 1 else {})
 
     def _questions(self, splits: Sequence[Split]) -> set[int]:
@@ -117,9 +120,20 @@ class Dataset:
                 with contextlib.suppress(UserError, KeyError, ValueError):  # of a stream only the rows that are read
                     rows = self.split(split) if self.streaming else self._source(split)
                     if not self.streaming:
-                        rows = rows.select_columns([head(name, rows.column_names)])
-                    keys |= {key_of(at(row, name)) for row in rows}
+                        beside = self._beside(rows.column_names)
+                        rows = rows.select_columns([head(one, rows.column_names) for one in (name, *beside)])
+                    keys |= {key_of(self._asked(row)) for row in rows}
         return keys
+
+    def _beside(self, columns: Sequence[str]) -> tuple[str, ...]:
+        """Return the column with pictures, if there is one."""
+        name = self.pictures and self.pictures.name(columns)
+        return (name,) if name else ()
+
+    def _asked(self, row: Example) -> Any:
+        """Return the question of a row, with what tells its pictures from others."""
+        question = at(row, self.columns[0])
+        return self.pictures.question(question, row) if self.pictures else question
 
     def _kept(self, split: Split, source: TableRows, sides: set[str], elsewhere: set[int]) -> Sequence[Example]:
         """Return the rows of `source` that are in one of `sides`, not `elsewhere`, and pass the filters. Logs removals."""
@@ -128,11 +142,11 @@ class Dataset:
         seen: set[int] = set()
         shares = self.shares if len(sides) == 1 else {}
         read, blank = 0, None
-        for row, values in self._rows(source, split):
+        for row, values, asked in self._rows(source, split):
             if len(kept) == self.limits[split]:
                 break
             read += 1
-            question = key_of(values[0])
+            question = key_of(asked)
             blanks = (name for name, value in zip(self.columns, values, strict=True) if _blank(value))
             blank = next(blanks, None)
             if blank and "empty" not in self.filters:
@@ -142,7 +156,7 @@ class Dataset:
                 removed["empty"] += 1
                 continue
             self._check_form(values[0], source, read - 1)
-            if side(values[0], shares) not in sides:
+            if side(asked, shares) not in sides:
                 continue
             if "duplicate" in self.filters and question in seen:
                 removed["duplicate"] += 1
@@ -181,15 +195,17 @@ class Dataset:
             return f"no row has {blank!r}; see task.filters"
         return "see task.filters"
 
-    def _rows(self, source: TableRows, split: Split) -> Iterable[tuple[Any, Sequence]]:
-        """Yield for each row what `_kept` keeps of it (a streamed row itself, else its index) and the values of `columns`."""
+    def _rows(self, source: TableRows, split: Split) -> Iterable[tuple[Any, Sequence, Any]]:
+        """Yield for each row what `_kept` keeps of it (a streamed row itself, else its index), the values of `columns`, and the
+        question with its pictures."""
         with _reading(f"task.path={self.path}"):
-            heads = tuple(dict.fromkeys(head(name, source.column_names) for name in self.columns))
+            wanted = (*self.columns, *self._beside(source.column_names))
+            heads = tuple(dict.fromkeys(head(name, source.column_names) for name in wanted))
             if missing := [name for name in heads if name not in source.column_names]:
                 raise self.no_column(split, missing[0], source.column_names)
             rows = source if self.streaming else source.select_columns(heads)
             for i, row in enumerate(rows):
-                yield row if self.streaming else i, [at(row, name) for name in self.columns]
+                yield row if self.streaming else i, [at(row, name) for name in self.columns], self._asked(row)
 
     def _source(self, split: Split) -> TableRows:
         """Return all rows of the source's split, which is opened once."""

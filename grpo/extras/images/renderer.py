@@ -19,7 +19,7 @@ class SeeingRenderer(TemplateRenderer):
         sight, pictures = self.tokenizer.sight, pictures_of(messages)
         if pictures and self.keep is not None:
             raise UserError(
-                "prompts with pictures cannot be cut to their last tokens: leave out task.prompt_limit, or drop longer ones"
+                "prompts with pictures cannot be cut to their last tokens: set prompt_limit.too_long to refuse or drop"
             )
         return sight.expanded(super().prompt_ids(messages, tools, sight.folded(before)[0]), pictures)
 
@@ -33,3 +33,8 @@ class SeeingRenderer(TemplateRenderer):
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return super()._decoded(self.tokenizer.sight.folded(ids)[0])
+
+    @property
+    def way_out(self) -> str:
+        """The words of errors that say how prompts with pictures get shorter."""
+        return f"; fewer tokens a picture: model.pictures={self.tokenizer.sight.fewer}"

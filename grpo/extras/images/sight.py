@@ -19,13 +19,21 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import cached_file
 
 from grpo.env.pictures import Picture, picture_of
-from grpo.system.errors import UserError, one_line
+from grpo.models.pretrained import context_of
+from grpo.system.errors import UserError, one_line, plural
 
 PIXELS = 1 << 30  # bytes of pixels that are kept in the host's memory
 # families whose pictures are tested here. Positions of the second have three dimensions; in the third, tokens of a picture see
 # each other
 PLAIN, ROTARY, MUTUAL = ("idefics3", "smolvlm", "mistral3"), ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("gemma3",)
 ROWS = ("mistral3",)  # with Pixtral's tower
+FEWER = {  # settings that make fewer tokens of a picture
+    "idefics3": "{size: {longest_edge: 512}}",
+    "smolvlm": "{size: {longest_edge: 512}}",
+    "mistral3": "{size: {longest_edge: 512}}",
+    "gemma3": "{do_pan_and_scan: false}",
+    "others": "{max_pixels: 200704}",
+}
 OF_OTHERS = ("chat_template", "processor_class", "auto_map")  # settings that are no arguments of a processor
 PICTURES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 # what a tower reads
@@ -66,13 +74,19 @@ class Sight:
             raise UserError(
                 f"model.vision: pictures are for {known}, and {path} is a {config.model_type}; set model.vision=null"
             )
+        self.fewer = FEWER.get(config.model_type, FEWER["others"])
+        self.context = context_of(config)
         try:
-            self.images = AutoImageProcessor.from_pretrained(path, revision=revision, **dict(settings or {}))
+            self.images = AutoImageProcessor.from_pretrained(path, revision=revision, **of_python(settings or {}))
             self.processor = processor_of(config, path, self.images, tokenizer, revision)
         except Exception as error:  # a damaged file may raise anything
             raise UserError(
                 f"model.vision: {path} has no processor of pictures that can be loaded: {one_line(error)}"
             ) from error
+        known = {*getattr(self.images.valid_kwargs, "__annotations__", settings or {}), *self.images.to_dict()}
+        if unknown := [name for name in settings or {} if name not in known]:
+            line = f"model.pictures.{unknown[0]}: the image processor of {path} has no such setting"
+            raise UserError(f"{line}; for fewer tokens set model.pictures={self.fewer}")
         self.kind, self.repeated = config.model_type, config.image_token_id
         self.text = getattr(self.processor, "boi_token", None) or self.processor.image_token
         self.placeholder = tokenizer.convert_tokens_to_ids(self.text)
@@ -113,6 +127,11 @@ class Sight:
     def see(self, picture: Picture) -> None:
         """Run the processor on a picture."""
         seen = self.seen(picture)
+        if self.context is not None and len(seen.ids) >= self.context:
+            line = (
+                f"picture {picture.name} is {plural(len(seen.ids), 'token')}, and the model's context {self.context:,}"
+            )
+            raise UserError(f"{line}: make it smaller, or set model.pictures={self.fewer}")
         self.known[picture.id], self.kept[picture.id] = seen.ids, seen.pixels
         while len(self.kept) > 1 and sum(x.nbytes for pixels in self.kept.values() for x in pixels.values()) > PIXELS:
             self.kept.popitem(last=False)
@@ -208,6 +227,11 @@ def lit(pixels: Tensor) -> None:
     padding, and drops them. Other pixels stay."""
     if pixels.dim() == 5:
         pixels[~pixels.flatten(2).any(-1), 0, 0, 0] = 1e-4
+
+
+def of_python(settings: Any) -> Any:
+    """Return settings as dictionaries of Python, which processors want, and other values as they are."""
+    return {name: of_python(value) for name, value in settings.items()} if isinstance(settings, Mapping) else settings
 
 
 def processor_of(

@@ -26,6 +26,7 @@ from grpo.system.errors import RolloutError
 
 log = logging.getLogger(__name__)
 
+PICTURES = 1 << 32  # ids of pictures are further below 0, but for one in two thousand million
 NO_LOGPROBS = (
     "there are no log-probabilities of the engine, which the loss needs: let the environment sample from this run by its "
     "managed_server (--openai.server_type vllm), or send inference_logprobs with each group; in a file give logprobs in each row"
@@ -135,6 +136,9 @@ class Conversion:
         if not any(row.sampled) or row.sampled[0]:
             masked = f"the mask has {sum(map(bool, row.sampled))} of {len(row.ids)} tokens as sampled"
             raise RolloutError(f"{masked}: a row begins with a prompt, and the policy has sampled a token after it")
+        if min(row.ids, default=0) < -PICTURES:
+            fix = "play the prompts again, or take rows of text"
+            raise RolloutError(f"a row has a picture, whose bytes are in no table of rows: {fix}")
         if bad := no_tokens(row.ids, self.vocabulary):
             line = f"{bad[0]} is no token of the model, which has 0 to {self.vocabulary - 1}"
             raise RolloutError(f"{line}: the environment must have the tokenizer of model.path")

@@ -2,3 +2,5 @@
 
 Door: `renderer`, `task.tools`.
 """
+
+NEEDS = ("images",)  # pictures that tools return

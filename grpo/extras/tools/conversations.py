@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from grpo.env.messages import Message, ToolCall, message_of, shown
+from grpo.env.pictures import Picture
 from grpo.extras.tools.tool_parsers import call_in
 from grpo.system.errors import UserError
 
@@ -42,6 +43,9 @@ def chat_message(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     calls = [call_written(call["function"], call.get("id")) for call in message.get("tool_calls") or ()]
     role = "system" if message.get("role") == "developer" else message.get("role")
     read = {**message, "role": role, "content": text_in(message.get("content")), "tool_calls": calls, "error": None}
+    read["pictures"] = [
+        one for one in message.get("pictures") or () if isinstance(one, Picture)
+    ]  # no client names a file
     return read, message.get("tool_call_id", "")
 
 

@@ -18,7 +18,9 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
+from grpo.env.pictures import MARK, UNSEEN, Picture
 from grpo.env.types import Action, State
+from grpo.extras.images.files import is_picture, picture_in, picture_value
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError, plural
 from grpo.system.files import strict_json
@@ -62,12 +64,36 @@ def check_arguments(spec: ToolSpec, arguments: Any) -> None:
             raise ToolError(f"{name} must be of type {wanted}, not {shown(value)}")
 
 
+def text_and_pictures(result: Any) -> tuple[str, tuple[Picture, ...]]:
+    """Return the text of a result, with an <image> for each picture in it, and the pictures: images of PIL or `Picture`s, alone,
+    in a list with texts, or in parts of the types text and image. Raises UserError for a picture that cannot be read."""
+    parts = list(result) if isinstance(result, list | tuple) else [result]
+    if not any(is_picture(part) or is_image(part) for part in parts):
+        return result if isinstance(result, str) else strict_json(result, ensure_ascii=False, default=str), ()
+    texts, pictures = [], []
+    for part in parts:
+        if is_image(part) or is_picture(part):
+            texts.append(MARK)
+            pictures.append(picture_in(picture_value(part) if is_picture(part) else part))
+        else:
+            words = part.get("text") if isinstance(part, Mapping) else part
+            words = words if isinstance(words, str) else strict_json(part, ensure_ascii=False, default=str)
+            texts.append(words.replace(MARK, UNSEEN))  # the word is no picture's place
+    return "\n".join(texts), tuple(pictures)
+
+
+def is_image(value: Any) -> bool:
+    """Return whether a value is a picture or an image of PIL."""
+    return isinstance(value, Picture) or (hasattr(value, "save") and hasattr(value, "getpixel"))
+
+
 class ToolEnv:
     """A question, and tools that help to answer it: a message without a call is the answer.
 
-    tools: functions, plain or coroutines, that return text or what JSON can tell; one that is made for this episode alone may
-    keep a state. A call that cannot be read, names no tool, or fails is answered by a message with the reason, and `error`. Only
-    an OSError (no connection, a timeout, a missing file) is not the policy's fault: it ends the episode without a reward.
+    tools: functions, plain or coroutines, that return text, what JSON can tell, or pictures (see `text_and_pictures`); one that
+    is made for this episode alone may keep a state. A call that cannot be read, names no tool, or fails is answered by a message
+    with the reason, and `error`. Only an OSError (no connection, a timeout, a missing file) is not the policy's fault: it ends
+    the episode without a reward.
     max_calls: the most calls answered in one message. max_chars: the length at which an answer is cut.
     """
 
@@ -101,14 +127,14 @@ class ToolEnv:
             if call.name not in self.specs:
                 raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self.specs)}")
             check_arguments(self.specs[call.name], call.arguments)
-            result = awaited(self.functions[call.name](**call.arguments))
-            text = result if isinstance(result, str) else strict_json(result, ensure_ascii=False, default=str)
+            text, pictures = text_and_pictures(awaited(self.functions[call.name](**call.arguments)))
         except OSError:
             raise
         except Exception as error:
             name = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             return Message("tool", self.cut(f"Error: {name}{error}"), name=call.name, error=str(error) or name)
-        return Message("tool", self.cut(text), name=call.name)
+        text = self.cut(text)
+        return Message("tool", text, name=call.name, pictures=pictures[: text.count(MARK)])
 
     def cut(self, text: str) -> str:
         """Shortens an answer to max_chars."""

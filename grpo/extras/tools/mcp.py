@@ -97,8 +97,9 @@ class ToolServer:
         found = self.wait(listed(self.connected()))
         return [Tool(self, ToolSpec(one.name, one.description or one.name, one.input_schema)) for one in found]
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return what a tool says. Raises ToolError for its refusal, ConnectionError if the server has ended, TimeoutError."""
+    def call(self, name: str, arguments: dict[str, Any]) -> str | list[Any]:
+        """Return what a tool says, in parts if it shows pictures. Raises ToolError for its refusal, ConnectionError if the server
+        has ended, TimeoutError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -117,6 +118,8 @@ class ToolServer:
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise ToolError(text)
+        if any(part.type == "image" for part in result.content):
+            return [pictured(part) for part in result.content]
         return text or strict_json(result.structured_content, ensure_ascii=False)
 
     def last_line(self, error: Exception) -> str:
@@ -147,8 +150,15 @@ class Tool:
     def __init__(self, server: ToolServer, spec: ToolSpec) -> None:
         self.server, self.spec, self.__name__ = server, spec, spec.name
 
-    def __call__(self, **arguments: Any) -> str:
+    def __call__(self, **arguments: Any) -> str | list[Any]:
         return self.server.call(self.spec.name, arguments)
+
+
+def pictured(part: Any) -> Any:
+    """Return a part of an answer as `ToolEnv` reads it."""
+    if part.type != "image":
+        return getattr(part, "text", f"[{part.type}]")
+    return {"type": "image", "image": f"data:{part.mime_type};base64,{part.data}"}
 
 
 def mcp_tools(command: str) -> list[Tool]:

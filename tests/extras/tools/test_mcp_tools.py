@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT, compose_config
 from hydra.utils import instantiate
+from PIL import Image
 
 from grpo.env.messages import Message, ToolCall
 from grpo.env.types import Action
@@ -72,6 +74,13 @@ def test_a_server_describes_its_tools_and_answers_calls(tools):
     assert env.step(Action(Message("assistant", "a mammal"))) is None
 
 
+def test_a_picture_of_a_server_comes_with_its_text(tools):
+    message = env_of(tools).answer(ToolCall("draw", {"width": 7}))
+    assert message.content == "red\n<image>" and message.error is None
+    with Image.open(BytesIO(message.pictures[0].data)) as image:
+        assert image.size == (7, 4) and image.getpixel((0, 0)) == (255, 0, 0)
+
+
 def test_a_long_list_of_tools_is_read_to_its_last_page(tmp_path):
     """The pages are three, of an older server."""
     pytest.importorskip("mcp")
@@ -124,7 +133,13 @@ def test_rows_get_tools_by_configuration(tools, tmp_path):
     named = f"task.tools=['mcp:{SERVER}','{tmp_path}/own.py:double']"
     task = instantiate(compose_config("task=jsonl", *words, named).task)
     env = task.build(task.examples("train")[0])
-    assert [tool.name for tool in env.start().tools] == ["lookup", "sums", "leave", "double"] and task.several_turns
+    assert [tool.name for tool in env.start().tools] == [
+        "lookup",
+        "sums",
+        "draw",
+        "leave",
+        "double",
+    ] and task.several_turns
     assert env.answer(ToolCall("double", {"number": 4})).content == "8"
     one = instantiate(compose_config("task=jsonl", *words, f"task.tools={tmp_path}/own.py:double").task)
     assert [tool.__name__ for tool in one.tools] == ["double"]
