@@ -17,6 +17,7 @@ from grpo.env.messages import Message, ToolCall
 from grpo.env.pictures import ALIVE, Picture
 from grpo.env.types import Action, Reward, State
 from grpo.extras.images.door import sight_of
+from grpo.extras.tools.conversations import chat_message, messages_of
 from grpo.extras.tools.env import ToolEnv, text_and_pictures
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
@@ -209,3 +210,13 @@ def test_a_token_of_a_picture_in_a_text_is_one_line(seeing):
     with pytest.raises(ValueError, match="a message has 1 pictures and 2 <image> in its text: write one for each"):
         Message("user", "<image><image>", pictures=(FIRST,))
     assert torch.is_tensor(seeing.pretrained.tokenizer().sight.pixels(FIRST.id)["pixel_values"])
+
+
+def test_a_client_of_a_server_cannot_name_a_file(tmp_path):
+    """Messages of requests pass `chat_message`, which takes pictures that were read before, and no path."""
+    (tmp_path / "a.png").write_bytes(FIRST.data)
+    asked = {"role": "user", "content": "<image>", "pictures": [str(tmp_path / "a.png")]}
+    assert messages_of([chat_message(asked)]) == (Message("user", "<image>"),)
+    assert messages_of([chat_message(asked | {"pictures": [FIRST]})]) == (
+        Message("user", "<image>", pictures=(FIRST,)),
+    )
