@@ -43,9 +43,8 @@ def chat_message(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     calls = [call_written(call["function"], call.get("id")) for call in message.get("tool_calls") or ()]
     role = "system" if message.get("role") == "developer" else message.get("role")
     read = {**message, "role": role, "content": text_in(message.get("content")), "tool_calls": calls, "error": None}
-    read["pictures"] = [
-        one for one in message.get("pictures") or () if isinstance(one, Picture)
-    ]  # no client names a file
+    # no client names a file
+    read["pictures"] = [one for one in message.get("pictures") or () if isinstance(one, Picture)]
     return read, message.get("tool_call_id", "")
 
 
