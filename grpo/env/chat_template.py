@@ -78,7 +78,7 @@ class TemplateRenderer:
     ) -> tuple[int, ...]:
         if tools:
             self.check_calls()  # refused before anything is rendered
-        if pictures_of(messages) and not hasattr(self.tokenizer, "sight"):
+        if not isinstance(messages, str) and pictures_of(messages) and not hasattr(self.tokenizer, "sight"):
             messages = unseen(messages)
         every = (self._encoded(text, special) for text, special in self.texts(messages, tools))
         fresh = ids = next(every)
