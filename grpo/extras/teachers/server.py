@@ -191,7 +191,7 @@ class Served(Teacher):
         key_from: str = "VLLM_API_KEY",
     ) -> None:
         if student.vision:
-            raise UserError("teacher=server takes no pictures yet: set model.vision=null, or teacher=none")
+            raise UserError("teacher=server reads text only, and model.vision lets the policy see: take teacher=model")
         advice = "is it vLLM, or python -m grpo.serve?"
         urls, known = addresses(urls, "teacher.urls"), {"key_from": key_from, "alive": MODELS}
         servers = [RemoteServer(url, timeout, advice, **known) for url in urls]
@@ -199,8 +199,6 @@ class Served(Teacher):
 
     def check(self, teaching: Teaching, temperature: float) -> None:
         super().check(teaching, temperature)
-        if self.pool.student.vision:
-            raise UserError("teacher=server reads text only, and model.vision lets the policy see: take teacher=model")
         if teaching.of_distributions and not (teaching.top_k and teaching.top_of == "teacher"):
             line = "teacher=server gives a token's likeliest entries, not a whole distribution"
             raise UserError(f"{line}: set algo.teacher.top_of=teacher algo.teacher.top_k=20, or divergence=sampled")

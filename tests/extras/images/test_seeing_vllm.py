@@ -161,7 +161,7 @@ def test_an_engine_gets_the_sight_or_is_refused_at_the_start(folder, sight):
 
 
 def test_servers_take_none(folder):
-    with pytest.raises(UserError, match=r"^teacher=server takes no pictures yet: set model.vision=null"):
+    with pytest.raises(UserError, match=r"^teacher=server reads text only, .* take teacher=model"):
         Served(["http://127.0.0.1:9"], Pretrained(folder, vision="frozen", eyes=sight_of))
     with pytest.raises(UserError, match=r"^a server takes no pictures yet: set model.vision=null"):
         serve(["model=path", f"model.path={folder}", "model.vision=frozen", "engine=transformers", "port=0"])
