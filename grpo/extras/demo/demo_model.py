@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo.config.composing import composed
 from grpo.env.messages import Message
@@ -251,6 +251,11 @@ def tiny_folder(
         save(model, tokenizer, {"name": name, "taught": taught, **recipe}, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 
+    return kept(name, make, cache, anew)
+
+
+def kept(name: str, make: Callable[[Path], None], cache: str | None, anew: str | None) -> str:
+    """Return the folder of the model with this name: one that ships, or that was made here before, or that is made now."""
     if anew:
         make(Path(anew))
         return anew
@@ -275,20 +280,28 @@ def make_once(make: Callable[[Path], None], folder: Path) -> None:
         raise UserError(f"{line}: end that process, and repeat the command") from None
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any], folder: Path) -> None:
-    """Write model, tokenizer and recipe as a Hugging Face folder."""
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: dict[str, Any],
+    folder: Path,
+    more: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write model, tokenizer and recipe as a Hugging Face folder. more: called with the folder, to write further files."""
     from grpo.training.checkpoints import new_folder  # imports lightning
 
     with new_folder(folder) as unfinished:
         model.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         write_json(unfinished / "recipe.json", recipe)
+        more(unfinished)
 
 
 def main() -> None:
     """Make the models that ship with the project again, by the recipes in conf/."""
     for task in ("wordmath", "calculator", "quiz"):
         instantiate(composed("train", [f"task={task}"]).model.path, anew=str(SHIPPED / task))
+    instantiate(composed("train", ["experiment=shapes"]).model.path, anew=str(SHIPPED / "shapes"))
 
 
 if __name__ == "__main__":
