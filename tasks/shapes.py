@@ -8,7 +8,8 @@ Nothing is stored or downloaded: a row is a function of the seed and its index, 
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,7 +28,8 @@ SIDE = 56  # pixels of a picture
 COLORS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 240), "yellow": (240, 220, 40)}
 FORMS = ("square", "disc", "cross", "ring")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-QUESTIONS = {"What color is the shape?": tuple(COLORS), "Where is the shape?": PLACES}
+QUESTIONS = {"color": "What color is the shape?", "place": "Where is the shape?"}
+ANSWERS = {"color": tuple(COLORS), "place": PLACES}
 GREY = 40.0  # of the ground, of 255
 SPLITS = ("train", "validation", "test")
 
@@ -52,24 +54,30 @@ def form(name: str, half: int) -> np.ndarray:
 
 def drawn(row: Example, noise: float) -> Picture:
     """Return the picture of a row. noise: the standard deviation of what is added to each colour of a pixel, of 255."""
+    return painted(row["drawing"], row["color"], row["form"], row["place"], noise)
+
+
+@lru_cache(maxsize=256)  # a group of samples asks for the same one
+def painted(drawing: int, color: str, shape: str, place: str, noise: float) -> Picture:
+    """Return a picture of a shape, at random in a quarter of it."""
     from PIL import Image
 
-    rng = np.random.default_rng(row["drawing"])
+    rng = np.random.default_rng(drawing)
     half, middle = int(rng.integers(8, 11)), SIDE // 2
-    below, right = divmod(PLACES.index(row["place"]), 2)
+    below, right = divmod(PLACES.index(place), 2)
     top, left = rng.integers(0, middle - 2 * half + 1, 2) + (below * middle, right * middle)
     pixels = np.full((SIDE, SIDE, 3), GREY)
-    pixels[top : top + 2 * half, left : left + 2 * half][form(row["form"], half)] = COLORS[row["color"]]
+    pixels[top : top + 2 * half, left : left + 2 * half][form(shape, half)] = COLORS[color]
     pixels += noise * rng.standard_normal(pixels.shape)
     return picture_from(Image.fromarray(pixels.clip(0, 255).astype(np.uint8)))
 
 
-def row(split: Split, seed: int, place: int) -> Example:
-    """Return a row of a split: a question, its answer, and what its picture is drawn from."""
+def row(split: Split, seed: int, place: int, kinds: Sequence[str] = ("color", "place")) -> Example:
+    """Return a row of a split: a question of one of these kinds, its answer, and what its picture is drawn from."""
     rng = random.Random(f"{split} {seed} {place}")
-    question = rng.choice(list(QUESTIONS))
+    kind = rng.choice(kinds)
+    question = QUESTIONS[kind]
     made = {"color": rng.choice(list(COLORS)), "form": rng.choice(FORMS), "place": rng.choice(PLACES)}
-    kind = "color" if QUESTIONS[question] == tuple(COLORS) else "place"
     return {"question": question, "answer": made[kind], "type": kind, **made, "drawing": rng.getrandbits(32)}
 
 
@@ -77,7 +85,7 @@ def guesses(count: int, seed: int) -> list[State]:
     """Return questions with random answers, which teach a model the form of an answer and nothing of pictures."""
     rng = random.Random(f"guesses {seed}")
     rows = [row("train", seed, -1 - i) for i in range(count)]
-    return [guess(drawn(one, 20.0), one["question"], rng.choice(QUESTIONS[one["question"]])) for one in rows]
+    return [guess(drawn(one, 20.0), one["question"], rng.choice(ANSWERS[one["type"]])) for one in rows]
 
 
 def asked(picture: Picture, question: str) -> Message:
@@ -91,12 +99,13 @@ def guess(picture: Picture, question: str, answer: str) -> State:
 
 
 class Shapes(RowTask):
-    """noise: of the pictures, see `drawn`. blind: every picture is the same grey, a control. There are as many validation rows as
+    """ask: for the color of a shape, for its place, or for either. noise: of the pictures, see `drawn`. blind: every picture is the same grey, a control. There are as many validation rows as
     test rows."""
 
     @enforced("task")
     def __init__(
         self,
+        ask: Literal["color", "place", "both"] = "color",
         noise: NonNegative = 20.0,
         blind: bool = False,
         train_size: Count = 20000,
@@ -105,6 +114,7 @@ class Shapes(RowTask):
         rewards: Functions = (said,),
         weights: Weights = None,
     ) -> None:
+        self.kinds = ("color", "place") if ask == "both" else (ask,)
         self.noise, self.blind, self.seed = noise, blind, seed
         self.sizes = dict(zip(SPLITS, (train_size, test_size, test_size), strict=True))
         super().__init__(self, rewards, weights)
@@ -112,13 +122,11 @@ class Shapes(RowTask):
     def split(self, split: Split) -> Sequence[Example]:
         if split not in self.sizes:
             raise UserError(f"there is no split {split!r}: choose {', '.join(self.sizes)}")
-        return Made(self.sizes[split], lambda i: row(split, self.seed, i))
+        return Made(self.sizes[split], lambda i: row(split, self.seed, i, self.kinds))
 
     def messages(self, example: Example) -> tuple[Message, ...]:
         from PIL import Image
 
         grey = (int(GREY),) * 3
-        picture = (
-            picture_from(Image.new("RGB", (SIDE, SIDE), grey)) if self.blind else drawn(example, self.noise)
-        )
+        picture = picture_from(Image.new("RGB", (SIDE, SIDE), grey)) if self.blind else drawn(example, self.noise)
         return (asked(picture, example["question"]),)

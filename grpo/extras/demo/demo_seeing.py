@@ -18,7 +18,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTr
 from grpo.env.messages import pictures_of
 from grpo.env.types import State
 from grpo.extras.demo.demo_model import BATCH, Row, kept, make_tokenizer, save, texts, tokenize
-from grpo.extras.images.sight import Sight
+from grpo.extras.images.door import OpenSight
 from grpo.system.files import write_json
 from grpo.system.ranges import Positive, Whole
 
@@ -44,7 +44,13 @@ def seeing_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Idefics3ForCo
     sizes = {"num_hidden_layers": 2, "initializer_range": SPREAD}
     text = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": SIDE, "patch_size": PATCH}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+    }
     config = Idefics3Config(
         text_config=text | sizes | ends | {"vocab_size": len(tokenizer)},
         vision_config=tower | sizes,
@@ -67,7 +73,7 @@ def save_processor(folder: Path) -> None:
     write_json(folder / "processor_config.json", {"image_seq_len": (SIDE // PATCH // JOINED) ** 2} | kind)
 
 
-def with_places(rows: list[Row], conversations: list[State], sight: Sight) -> list[Row]:
+def with_places(rows: list[Row], conversations: list[State], sight: OpenSight) -> list[Row]:
     """Return the rows with all places of their pictures, which the model does not learn to write."""
     found = []
     for (ids, learned), conversation in zip(rows, conversations, strict=True):
@@ -114,7 +120,7 @@ def seeing_folder(
         with TemporaryDirectory() as draft:  # what a sight reads
             model.config.save_pretrained(draft)
             save_processor(Path(draft))
-            sight = Sight(draft, tokenizer)
+            sight = OpenSight(draft, tokenizer)
         fit(sight.opened(model, learns=True), with_places(tokenize(tokenizer, conversations), conversations, sight), lr)
         save(model, tokenizer, {"name": name, **recipe}, folder, save_processor)
 
