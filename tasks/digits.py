@@ -1,6 +1,6 @@
-"""Handwritten digits of 8 x 8 pixels, which scikit-learn ships: 1,797 real pictures, each with the question which digit it is.
+"""Handwritten digits of 8 x 8 pixels, which scikit-learn ships: 1,797 real pictures, each with the question for its digit.
 
-The last fifth of the rows is for test and the fifth before it for validation: other people wrote them than most of the train rows.
+The last fifth of the rows is for test, and the fifth before it for validation.
 """
 
 import random

@@ -65,7 +65,7 @@ def painted(drawing: int, color: str, shape: str, place: str, noise: float) -> P
     rng = np.random.default_rng(drawing)
     half, middle = int(rng.integers(8, 11)), SIDE // 2
     below, right = divmod(PLACES.index(place), 2)
-    top, left = rng.integers(0, middle - 2 * half + 1, 2) + (below * middle, right * middle)
+    top, left = rng.integers(0, middle - 2 * half + 1, 2) + np.array([below, right]) * middle
     pixels = np.full((SIDE, SIDE, 3), GREY)
     pixels[top : top + 2 * half, left : left + 2 * half][form(shape, half)] = COLORS[color]
     pixels += noise * rng.standard_normal(pixels.shape)
@@ -99,8 +99,8 @@ def guess(picture: Picture, question: str, answer: str) -> State:
 
 
 class Shapes(RowTask):
-    """ask: for the color of a shape, for its place, or for either. noise: of the pictures, see `drawn`. blind: every picture is the same grey, a control. There are as many validation rows as
-    test rows."""
+    """ask: for the color of a shape, for its place, or for either. noise: of the pictures, see `drawn`. blind: every picture is
+    the same grey, a control. There are as many validation rows as test rows."""
 
     @enforced("task")
     def __init__(

@@ -44,6 +44,7 @@ def test_every_package_that_the_code_imports_is_declared():
     others = {
         "hydra": "hydra_core",
         "PIL": "pillow",
+        "sklearn": "scikit_learn",
         "yaml": "pyyaml",
         "mlflow": "mlflow_skinny",
         "exchange": "grpo",

@@ -251,10 +251,10 @@ def tiny_folder(
         save(model, tokenizer, {"name": name, "taught": taught, **recipe}, folder)
         print(f"... done in {time.perf_counter() - began:.0f} s: {folder}", flush=True)
 
-    return kept(name, make, cache, anew)
+    return found_or_made(name, make, cache, anew)
 
 
-def kept(name: str, make: Callable[[Path], None], cache: str | None, anew: str | None) -> str:
+def found_or_made(name: str, make: Callable[[Path], None], cache: str | None, anew: str | None) -> str:
     """Return the folder of the model with this name: one that ships, or that was made here before, or that is made now."""
     if anew:
         make(Path(anew))

@@ -17,7 +17,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTr
 
 from grpo.env.messages import pictures_of
 from grpo.env.types import State
-from grpo.extras.demo.demo_model import BATCH, Row, kept, make_tokenizer, save, texts, tokenize
+from grpo.extras.demo.demo_model import BATCH, Row, found_or_made, make_tokenizer, save, texts, tokenize
 from grpo.extras.images.door import OpenSight
 from grpo.system.files import write_json
 from grpo.system.ranges import Positive, Whole
@@ -25,7 +25,7 @@ from grpo.system.ranges import Positive, Whole
 RECIPE = 1  # increase it when a change of this file changes the model
 SIDE, PATCH, JOINED = 56, 14, 2  # pixels of a picture and of a patch; JOINED x JOINED patches become one feature
 PICTURE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-# what the pixels of both demos have, so that a tower begins with numbers near 0. With 0.5 for both it learned nothing in 160 rollouts
+# of the pixels of both demos, so that a tower begins with numbers near 0
 MEAN, DEVIATION = 0.2, 0.2
 SPREAD = 0.04  # of the first weights
 
@@ -82,7 +82,7 @@ def with_places(rows: list[Row], conversations: list[State], sight: OpenSight) -
     return found
 
 
-def fit(model: Idefics3ForConditionalGeneration, rows: list[Row], lr: float) -> None:
+def warm_up(model: Idefics3ForConditionalGeneration, rows: list[Row], lr: float) -> None:
     """Train for one pass over the rows, in their order."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for start in range(0, len(rows), BATCH):
@@ -121,7 +121,9 @@ def seeing_folder(
             model.config.save_pretrained(draft)
             save_processor(Path(draft))
             sight = OpenSight(draft, tokenizer)
-        fit(sight.opened(model, learns=True), with_places(tokenize(tokenizer, conversations), conversations, sight), lr)
+        warm_up(
+            sight.opened(model, learns=True), with_places(tokenize(tokenizer, conversations), conversations, sight), lr
+        )
         save(model, tokenizer, {"name": name, **recipe}, folder, save_processor)
 
-    return kept(name, make, cache, anew)
+    return found_or_made(name, make, cache, anew)
