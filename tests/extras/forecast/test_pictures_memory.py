@@ -62,9 +62,11 @@ def test_a_run_with_pictures_takes_what_was_foreseen(vision, tmp_path, toy, capl
     train(config)
     [line] = [line for line in caplog.messages if " in an update" in line]
     foreseen = {phase: float(size) * 1e9 for size, phase in re.findall(r"([\d.]+) GB in an? (update|rollout)", line)}
+    so_far = float(re.search(r"so far ([\d.]+) GB", line)[1]) * 1e9
     with open(tmp_path / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
     for phase, expected in foreseen.items():
         most = max(float(row[f"memory/{phase}"]) for row in rows)
         assert expected / 1.3 < most < 1.15 * expected, f"{phase}: {most / 1e9:.2f} GB, {line}"
+        assert 0.5 < (most - so_far) / (expected - so_far) < 1, f"{phase}: {most / 1e9:.2f} GB, {line}"
     assert foreseen.keys() == {"update", "rollout"}
