@@ -3,19 +3,22 @@
 PYTHONPATH=.:tests python -m helpers.recipes [MOST]       # prints the table again, up to GPUs of MOST GB
 """
 
+import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 from conftest import compose_config
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoTokenizer, LlamaConfig, Qwen2_5_VLConfig, Qwen2_5_VLTextConfig, Qwen2Config, Qwen3Config
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
@@ -25,21 +28,28 @@ from grpo.extras.forecast.cards import VLLMOnPaper, trainer_on
 from grpo.extras.forecast.forecast import forecast
 from grpo.extras.forecast.parts import Part, in_phases
 from grpo.extras.forecast.sizes import Sizes
+from grpo.extras.images.door import sight_of
 from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.types import Plan
 from grpo.training.optimization import Optimization
+from helpers.models import TOY
 from helpers.project import ROOT
+from helpers.seeing import TEMPLATE, TOKENS, plain
 
 SHAPES = {  # class, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "Qwen/Qwen2.5-0.5B-Instruct": (Qwen2Config, 896, 4864, 24, 14, 2, 151936, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen/Qwen2.5-7B-Instruct": (Qwen2Config, 3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (Qwen2_5_VLTextConfig, 2048, 11008, 36, 16, 2, 151936, True),
     "Qwen/Qwen3-0.6B-Base": (Qwen3Config, 1024, 3072, 28, 16, 8, 151936, True),
     "Qwen/Qwen3-1.7B": (Qwen3Config, 2048, 6144, 28, 16, 8, 151936, True),
     "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, 4096, 14336, 32, 32, 8, 128256, False),
 }
-PROMPT = {"gsm8k": 256, "math": 512}  # tokens of the longest prompt
+TOWERS = {  # what reads the pictures of a Qwen2.5-VL: hidden, intermediate, layers, heads
+    "Qwen/Qwen2.5-VL-3B-Instruct": (1280, 3420, 32, 16),
+}
+PROMPT = {"gsm8k": 256, "math": 512, "jsonl": 1536}  # tokens of the longest prompt, of a picture among them
 GB = 10**9
 
 
@@ -128,7 +138,10 @@ def run_of(command: Sequence[str]) -> Iterator[Run]:
     shape |= {"num_key_value_heads": kv, "vocab_size": vocabulary, "tie_word_embeddings": tied}
     shape |= {"head_dim": 128} if kind is Qwen3Config else {}
     with tempfile.TemporaryDirectory() as folder:
-        kind(**shape, architectures=[kind.__name__.replace("Config", "ForCausalLM")]).save_pretrained(folder)
+        if tower := TOWERS.get(config.model.path):
+            seeing(folder, shape, tower)
+        else:
+            kind(**shape, architectures=[kind.__name__.replace("Config", "ForCausalLM")]).save_pretrained(folder)
         config.model.path = folder
         plan, algorithm, optim, pretrained = map(instantiate, (config.rollout, config.algo, config.optim, config.model))
 
@@ -136,7 +149,44 @@ def run_of(command: Sequence[str]) -> Iterator[Run]:
             policy = with_adapter(model, instantiate(config.adapter))
             return instantiate(config.module)(policy, algorithm, optim, 1.0, plan.num_rollouts, 0)
 
+        if tower:  # 1,280 places
+            sight = sight_of(pretrained)
+            sight.expanded([sight.placeholder], [plain(1000, 1000, (9, 9, 9))])
         yield Run(config, plan, optim, pretrained, make, PROMPT[config.task._target_.split(".")[1]])
+
+
+def seeing(folder: str, text: Mapping[str, Any], tower: Sequence[int]) -> None:
+    """Write the configuration of a model that sees, the test's tokenizer, and the settings of its processor, into a folder."""
+    names = "hidden_size", "intermediate_size", "depth", "num_heads"
+    vision = dict(zip(names, tower, strict=True)) | {"out_hidden_size": text["hidden_size"]}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+    special = with_tokenizer(folder, "<|vision_start|><|image_pad|><|vision_end|>")
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    config = Qwen2_5_VLConfig(text_config={**text, **rope}, vision_config=vision, **special, **tied)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(folder)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    Path(folder, "preprocessor_config.json").write_text(json.dumps(settings))
+    Path(folder, "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
+
+
+def with_tokenizer(folder: str, shown: str) -> dict[str, int]:
+    """Write the tests' tokenizer into a folder, with the tokens of pictures. Returns their ids, by the keys of a config.json."""
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    tokenizer.chat_template = TEMPLATE.replace("PICTURE", shown)
+    tokenizer.save_pretrained(folder)
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+    }
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
 
 
 def chosen(recipe: Recipe, vllm: bool) -> Chosen:
