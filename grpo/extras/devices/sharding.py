@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from grpo.extras.devices.watched import Watched
+from grpo.models.adapted import without_adapter
 from grpo.models.gradient_checkpointing import layers_of
 from grpo.models.master_weights import LOW
 from grpo.system.distributed import local, part_of
@@ -50,7 +51,12 @@ class Sharded(Watched, ModelParallelStrategy):
         self.reshard, self.pieces, self.passes = reshard, pieces, precision
 
     def share(self, module: GRPOModule) -> None:
-        """Shard the policy, the reference and the critic of a module, which have the same values on all ranks."""
+        """Shard the policy, the reference and the critic of a module, which have the same values on all ranks. Raises UserError
+        for a policy that sees: a rank without pictures would have to take part in the passes of the tower."""
+        if hasattr(without_adapter(module.policy).get_decoder(), "eyes"):
+            raise UserError(
+                "strategy=fsdp2 shares out no policy that sees: set strategy=ddp (adapter=lora takes less memory)"
+            )
         mesh = self.device_mesh["data_parallel"]
         reference, offload = module.reference, module.optim.offload
         copies = [reference.copy] if reference and reference.copy is not None else []

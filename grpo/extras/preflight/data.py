@@ -4,7 +4,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from statistics import mean, pstdev
 from typing import Any
@@ -35,6 +35,7 @@ ACCEPTS = "the reward accepts wrong answers"
 MOST = 10_000  # rows of a split that are compared
 WORDS = 8  # words in a row that make two texts near duplicates
 VERBS = "question|problem|q|task|solve|answer|calculate"
+PICTURES = ("images", "image")  # the usual columns of pictures
 LEADING = re.compile(rf"^({VERBS})( the following)?( problem| question)?\s*\d*\s*[:.)]\s*")
 
 
@@ -263,8 +264,17 @@ def held_out(probe: Probe) -> Checked:
 
 
 def questions(rows: Sequence[Example], whole: bool = False) -> Iterable[str]:
-    """Yield the folded question of each row, of MOST at most. whole: take all values of a row."""
+    """Yield the folded question of each row, of MOST at most, with marks of its pictures. whole: take all values of a row."""
     names = () if whole else ("question", "problem", "prompt")
     for row in islice(rows, MOST):
         column = next((row[name] for name in names if isinstance(row.get(name), str)), None)
-        yield folded(" ".join(map(str, row.values())) if column is None else column)
+        rest = [value for name, value in row.items() if name not in PICTURES]
+        yield folded(" ".join([*map(str, rest if column is None else [column]), *marks_of(row)]))
+
+
+def marks_of(row: Example) -> Iterator[str]:
+    """Yield a mark of each picture in the usual columns of a row: one question may be asked about many pictures."""
+    for value in map(row.get, PICTURES):
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None:
+                yield str(hash(one.get("bytes") or str(one) if isinstance(one, Mapping) else str(one)))

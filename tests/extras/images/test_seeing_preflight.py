@@ -16,7 +16,7 @@ from grpo.extras.images.eyes import Eyes
 from grpo.extras.images.preflight import has_features, looks_at_pictures, tower_is_sent
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight.allowance import Allowance, shortened
-from grpo.extras.preflight.data import held_out
+from grpo.extras.preflight.data import held_out, questions
 from grpo.extras.preflight.episodes import spelled_out
 from grpo.extras.preflight.probe import Probe
 from grpo.objectives.batch import TokenBatch
@@ -140,3 +140,10 @@ def test_rows_with_a_picture_are_not_cut():
             ids, real, real[:, 6:].bool(), torch.zeros(1, 6), torch.arange(1), ids[:, 6:], torch.zeros(1, 6)
         )
         assert shortened(rows, 8).ids.shape[1] == width
+
+
+def test_one_question_about_other_pictures_is_another_question():
+    rows = [{"problem": "Find x.", "images": [{"bytes": bytes([i]), "path": "a.png"}]} for i in (0, 1, 1)]
+    one, two, again = questions(rows)
+    assert one != two == again and one.startswith("find x ")
+    assert [*questions([{"problem": "Find x."}, {"problem": "Find x.", "image": None}])] == ["find x"] * 2

@@ -14,6 +14,7 @@ from helpers.seeing import drawn, made
 from peft import LoraConfig
 
 from grpo.extras.critic.module import ValueLearning
+from grpo.extras.devices.sharding import Sharded
 from grpo.extras.export.export import main as export
 from grpo.extras.images import eyes
 from grpo.extras.images.door import sight_of
@@ -177,3 +178,8 @@ def test_an_evaluation_of_the_run(run, tmp_path):
     assert evaluate(config) == pytest.approx(
         json.loads((tmp_path / "metrics.json").read_text())["eval/accuracy"]["value"]
     )
+
+
+def test_a_policy_that_sees_is_not_shared_out(folder):
+    with pytest.raises(UserError, match=r"^strategy=fsdp2 shares out no policy that sees: set strategy=ddp"):
+        Sharded.share(None, SimpleNamespace(policy=seeing(folder).model()))
