@@ -92,6 +92,7 @@ class Sight:
         self.placeholder = tokenizer.convert_tokens_to_ids(self.text)
         self.known: dict[int, tuple[int, ...]] = {}
         self.kept: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
+        self.bytes = 0  # of `kept`
         self.fullest: Sequence[
             Picture
         ] = ()  # of the prompts so far, the pictures of the one with the most of their tokens
@@ -132,9 +133,11 @@ class Sight:
                 f"picture {picture.name} is {plural(len(seen.ids), 'token')}, and the model's context {self.context:,}"
             )
             raise UserError(f"{line}: make it smaller, or set model.pictures={self.fewer}")
+        self.bytes -= weight(self.kept.pop(picture.id, {}))
         self.known[picture.id], self.kept[picture.id] = seen.ids, seen.pixels
-        while len(self.kept) > 1 and sum(x.nbytes for pixels in self.kept.values() for x in pixels.values()) > PIXELS:
-            self.kept.popitem(last=False)
+        self.bytes += weight(seen.pixels)
+        while len(self.kept) > 1 and self.bytes > PIXELS:
+            self.bytes -= weight(self.kept.popitem(last=False)[1])
 
     def image(self, picture: Picture) -> Any:
         """Return a picture as an image of PIL, in RGB. Raises UserError for a file that is none."""
@@ -232,6 +235,11 @@ def lit(pixels: Tensor) -> None:
 def of_python(settings: Any) -> Any:
     """Return settings as dictionaries of Python, which processors want, and other values as they are."""
     return {name: of_python(value) for name, value in settings.items()} if isinstance(settings, Mapping) else settings
+
+
+def weight(pixels: Mapping[str, Tensor]) -> int:
+    """Return the bytes of what the tower reads of a picture."""
+    return sum(x.nbytes for x in pixels.values())
 
 
 def processor_of(
