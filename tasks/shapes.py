@@ -1,7 +1,7 @@
 """Pictures of a coloured shape in noise, with a question: its colour, or where it is. A tiny model that sees learns to answer.
 
-    <image>Where is the shape?
-    top left
+    <image>What color is the shape?
+    blue
 
 Nothing is stored or downloaded: a row is a function of the seed and its index, and its picture is drawn when its episode begins.
 """
@@ -54,7 +54,7 @@ def form(name: str, half: int) -> np.ndarray:
 
 def drawn(row: Example, noise: float) -> Picture:
     """Return the picture of a row. noise: the standard deviation of what is added to each colour of a pixel, of 255."""
-    return painted(row["drawing"], row["color"], row["form"], row["place"], noise)
+    return painted(row["image"], row["color"], row["form"], row["place"], noise)
 
 
 @lru_cache(maxsize=256)  # a group of samples asks for the same one
@@ -78,7 +78,7 @@ def row(split: Split, seed: int, place: int, kinds: Sequence[str] = ("color", "p
     kind = rng.choice(kinds)
     question = QUESTIONS[kind]
     made = {"color": rng.choice(list(COLORS)), "form": rng.choice(FORMS), "place": rng.choice(PLACES)}
-    return {"question": question, "answer": made[kind], "type": kind, **made, "drawing": rng.getrandbits(32)}
+    return {"question": question, "answer": made[kind], "type": kind, **made, "image": rng.getrandbits(32)}
 
 
 def guesses(count: int, seed: int) -> list[State]:

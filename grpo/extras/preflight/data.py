@@ -243,9 +243,8 @@ def held_out(probe: Probe) -> Checked:
     (_, train), *others = probe.examples.items()
     if not others:
         return Checked("SKIP", "the run evaluates nothing")
-    known, sees = set(questions(train)), hasattr(getattr(probe.rollouts.renderer, "tokenizer", None), "sight")
-    # the question is always the same, or is asked about many pictures: the rest of a row may be the problem
-    if whole := sees or len(known) == 1:
+    known = set(questions(train))
+    if whole := len(known) == 1:  # the question is always the same: the rest of a row may be the problem
         known = set(questions(train, whole))
     counts = Counter(chain.from_iterable(map(shingles, known)))
     common = {run for run, count in counts.items() if count > max(1, len(known) / 2)}
