@@ -92,7 +92,10 @@ def test_the_configuration_of_a_run_of_before_means_what_it_meant(words, tmp_pat
     text = OmegaConf.to_yaml(config)
     before = old_text(text)
     newer = re.findall(r"grpo\.extras\.(\w+)\.", before)
-    assert before.count("\n") == text.count("\n") and {*newer} <= {"float32_head"}  # an appendix without an old name
+    assert before.count("\n") == text.count("\n") and {*newer} <= {
+        "float32_head",
+        "images",
+    }  # appendices without an old name
     (tmp_path / "config.yaml").write_text(before)
     assert OmegaConf.to_yaml(saved_config(tmp_path)) == text
     old = OmegaConf.create(before)

@@ -133,11 +133,11 @@ class Sight:
                 f"picture {picture.name} is {plural(len(seen.ids), 'token')}, and the model's context {self.context:,}"
             )
             raise UserError(f"{line}: make it smaller, or set model.pictures={self.fewer}")
-        self.bytes -= weight(self.kept.pop(picture.id, {}))
+        self.bytes -= size_of(self.kept.pop(picture.id, {}))
         self.known[picture.id], self.kept[picture.id] = seen.ids, seen.pixels
-        self.bytes += weight(seen.pixels)
+        self.bytes += size_of(seen.pixels)
         while len(self.kept) > 1 and self.bytes > PIXELS:
-            self.bytes -= weight(self.kept.popitem(last=False)[1])
+            self.bytes -= size_of(self.kept.popitem(last=False)[1])
 
     def image(self, picture: Picture) -> Any:
         """Return a picture as an image of PIL, in RGB. Raises UserError for a file that is none."""
@@ -237,7 +237,7 @@ def of_python(settings: Any) -> Any:
     return {name: of_python(value) for name, value in settings.items()} if isinstance(settings, Mapping) else settings
 
 
-def weight(pixels: Mapping[str, Tensor]) -> int:
+def size_of(pixels: Mapping[str, Tensor]) -> int:
     """Return the bytes of what the tower reads of a picture."""
     return sum(x.nbytes for x in pixels.values())
 
