@@ -19,13 +19,22 @@ UNUSED = {f"task.sources.{name}.max_tokens" for name in ("gsm8k", "countdown")} 
 PRIVILEGED = [
     f"{place}teacher.{key}" for place in ("", "module.parts.teacher.") for key in ("alpha", "context", "weights")
 ]
+STUDENTS = [f"{place}teacher.{each}student" for place in ("", "module.parts.teacher.") for each in ("", "each.")]
+PICTURES = {f"{owner}.pictures" for owner in ("model", *STUDENTS)}  # settings of an image processor
 UNUSED |= {"teacher", *PRIVILEGED}  # of algo=sdpo teacher=none
 ALLOWED = {  # the leaves that take these values, on purpose
     "nan": UNUSED,
     "inf": UNUSED,
     "-inf": UNUSED,
     "-1": UNUSED
-    | {"task.solved", "selection.low", "selection.high", "teacher.success", "module.parts.teacher.teacher.success"},
+    | {
+        "task.weights.format",
+        "task.solved",
+        "selection.low",
+        "selection.high",
+        "teacher.success",
+        "module.parts.teacher.teacher.success",
+    },
     "a list": UNUSED | WEIGHTS | {"judge.criteria", "sampler.weight.thresholds"},
     "a mapping": UNUSED
     | WEIGHTS
@@ -40,6 +49,7 @@ ALLOWED = {  # the leaves that take these values, on purpose
         "eval.sampling.vllm",
     }
     | {"optim.schedule.scheduler_specific_kwargs", "judge.request"}
+    | {"task.weights.format", *PICTURES}
     | {"task.agent", "task.config", "task.arguments", "task.settings"},
 }
 
