@@ -14,6 +14,7 @@ from torch._dynamo import utils as compiler
 
 from grpo.config.composing import composed
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.extras.forecast.parts import at_peak
 from grpo.extras.forecast.sizes import Sizes
 from grpo.extras.kernels.callback import KernelsCallback
 from grpo.models.policy import with_adapter
@@ -158,5 +159,5 @@ def forecast(name: str, variant: str, note: Note, overrides: list[str]) -> None:
         plan, pretrained = instantiate(config.rollout), instantiate(config.model)
         sizes = Sizes(partial(made, config), pretrained, plan, TransformersEngine(CACHE), lambda: shape.prompt)
         parts = sizes.parts("bf16-mixed" if CUDA else "32-true", 1, device=DEVICE.type)
-    held = [part.size for part in parts or () if part.phase in ("", phase) and not part.host]
+    held = [part.size for part in at_peak([part for part in parts or () if not part.host], phase)]
     note(forecast_gb=sum(held) / 1e9 if held and None not in held else None)
