@@ -83,7 +83,11 @@ class Sight:
             raise UserError(
                 f"model.vision: {path} has no processor of pictures that can be loaded: {one_line(error)}"
             ) from error
-        known = {*getattr(self.images.valid_kwargs, "__annotations__", settings or {}), *self.images.to_dict()}
+        known = {
+            "backend",
+            *getattr(self.images.valid_kwargs, "__annotations__", settings or {}),
+            *self.images.to_dict(),
+        }
         if unknown := [name for name in settings or {} if name not in known]:
             line = f"model.pictures.{unknown[0]}: the image processor of {path} has no such setting"
             raise UserError(f"{line}; for fewer tokens set model.pictures={self.fewer}")
