@@ -21,24 +21,22 @@ ALIVE: "WeakValueDictionary[int, Picture]" = WeakValueDictionary()  # by id
 
 
 class Picture:
-    """The bytes of a file, such as PNG or JPEG. There is one object for the same bytes. id: of its tokens, negative."""
+    """The bytes of a file, such as PNG or JPEG. There is one object for the same bytes. id: of its tokens, negative. name: the
+    first digits of the SHA-256 of its bytes, by which tables and errors name it."""
 
     data: bytes
     id: int
+    name: str
 
     def __new__(cls, data: bytes) -> Self:
-        number = -1 - (int.from_bytes(sha256(data).digest()[:8]) >> 1)
+        name = sha256(data).hexdigest()[:16]
+        number = -1 - (int(name, 16) >> 1)
         found = ALIVE.get(number)
         if found is None:
             found = super().__new__(cls)
-            found.data, found.id = data, number
+            found.data, found.id, found.name = data, number, name
             ALIVE[number] = found
         return found
-
-    @property
-    def name(self) -> str:
-        """The first digits of the SHA-256 of its bytes, by which tables and errors name it."""
-        return sha256(self.data).hexdigest()[:16]
 
     def __reduce__(self) -> tuple[type, tuple[bytes]]:
         return Picture, (self.data,)

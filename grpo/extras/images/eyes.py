@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.env.pictures import Picture, picture_of
-from grpo.extras.images.sight import MUTUAL, PIXELS, ROTARY, Sight
+from grpo.extras.images.sight import MUTUAL, PIXELS, ROTARY, Sight, size_of
 from grpo.models.head import States
 from grpo.models.packed_attention import Packed, Unplanned
 from grpo.system.errors import UserError
@@ -166,9 +166,8 @@ class Sees:
         """Return the bytes of the host's memory that pixels of so many prompts like the fullest one so far take beside those that
         are there."""
         sight = self.eyes.sight
-        there = sum(x.nbytes for pixels in sight.kept.values() for x in pixels.values())
-        own = sum(x.nbytes for picture in sight.fullest for x in sight.pixels(picture.id).values())
-        return max(0, min(PIXELS, prompts * own) - there)
+        own = sum(size_of(sight.pixels(picture.id)) for picture in sight.fullest)
+        return max(0, min(PIXELS, prompts * own) - sight.bytes)
 
     def _deepstack_process(self, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
         """Add features of deeper layers, as Qwen3-VL's own code does, which waits for the device to count the places. hidden:

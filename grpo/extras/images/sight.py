@@ -48,11 +48,6 @@ class Seen:
     ids: tuple[int, ...]
     pixels: Mapping[str, Tensor]
 
-    @property
-    def places(self) -> int:
-        """How many tokens have features."""
-        return sum(i < 0 for i in self.ids)
-
 
 class Sight:
     """The processor of a model that sees. path: its folder or hub id. settings: of its image processor, as max_pixels.
@@ -97,12 +92,10 @@ class Sight:
         self.known: dict[int, tuple[int, ...]] = {}
         self.kept: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
         self.bytes = 0  # of `kept`
-        self.fullest: Sequence[
-            Picture
-        ] = ()  # of the prompts so far, the pictures of the one with the most of their tokens
-        self.copies: dict[
-            int, tuple[Picture, int]
-        ] = {}  # of `copy`, by id: a picture, and the id of the one that it copies
+        # of the prompts so far, the pictures of the one with the most of their tokens
+        self.fullest: Sequence[Picture] = ()
+        # of `copy`, by id: a picture, and the id of the one that it copies
+        self.copies: dict[int, tuple[Picture, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
