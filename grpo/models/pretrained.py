@@ -175,10 +175,6 @@ class Pretrained:
             return finite(f"the adapter {self.named}", learning(merged)).eval()
         if mapped and self.quantization:
             raise UserError("strategy=fsdp2 does not shard a quantized base: set strategy=ddp")
-        if mapped and self.vision == "trained":
-            raise UserError(
-                "strategy=fsdp2 does not train what reads pictures: set model.vision=frozen, or strategy=ddp"
-            )
         dtype = "auto" if self.dtype == "auto" or mapped else getattr(torch, self.dtype)
         # no device_map: Lightning, or each rank, moves the model to its device
         loader = loader_of(self.config())

@@ -36,9 +36,8 @@ class KVCache:
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int, bound: int) -> None:
         """prompts: one per sample. bound: size of the cache in tokens; a single sample may exceed it."""
         self.model, self.max_tokens, self.bound, self.device = model, max_tokens, bound, model.device
-        self.position_after = getattr(
-            model.get_decoder(), "position_after", len
-        )  # pictures take fewer positions than tokens
+        # pictures take fewer positions than tokens
+        self.position_after = getattr(model.get_decoder(), "position_after", len)
         self.texts = list(dict.fromkeys(prompts))
         number = {prompt: u for u, prompt in enumerate(self.texts)}
         self.prompt_of = [number[prompt] for prompt in prompts]  # the prompt's number for each sample

@@ -4,6 +4,7 @@ import json
 import re
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from PIL import Image
 import grpo
 from grpo.apps.api import save_rows
 from grpo.env.pictures import ALIVE
+from grpo.extras.devices.sharding import Sharded
 from grpo.extras.images.door import sight_of
 from grpo.models.pretrained import Pretrained
 from grpo.runs.run import Run
@@ -97,10 +99,12 @@ def test_what_a_run_refuses_is_one_line(models, words, tmp_path, model, more, li
     assert re.search(line, found), found
 
 
-def test_a_tower_that_learns_is_not_sharded(models):
-    pretrained = Pretrained(models["idefics3"], vision="trained", eyes=sight_of)
-    with pytest.raises(UserError, match=r"strategy=fsdp2 does not train what reads pictures: set model\.vision="):
-        pretrained.model(mapped=True)
+def test_a_tower_that_learns_is_fetched_and_not_sharded(models):
+    """`python -m grpo.prefetch` leaves the weights in their files, as a policy that is sharded does."""
+    model = Pretrained(models["idefics3"], vision="trained", eyes=sight_of).model(mapped=True)
+    assert model.is_mapped and all(p.requires_grad for p in model.parameters())
+    with pytest.raises(UserError, match=r"^strategy=fsdp2 shares out no policy that sees: set strategy=ddp"):
+        Sharded.share(None, SimpleNamespace(policy=model))
 
 
 def test_rows_of_a_program_keep_their_pictures(tmp_path, monkeypatch):
