@@ -108,7 +108,7 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
     pretrained = instantiate(config.model)
     check_model(pretrained, config)
     prompt_limit = prompt_limit.within(pretrained.context(), config.max_tokens)
-    renderer = instantiate(config.renderer)(pretrained.tokenizer(), prompt_limit.kept)
+    renderer = instantiate(config.renderer)(tokenizer := pretrained.tokenizer(), prompt_limit.kept)
     examples = evaluator.chosen(prompt_limit.fitting(task, evaluator.split, renderer))
     rows = {evaluator.split: examples}
     engine = engine_of(config, lambda: most_tokens(prompt_limit, evaluator.sources(task), rows, renderer, [evaluator]))
@@ -130,6 +130,8 @@ def evaluate(config: DictConfig, overrides: Sequence[str] = ()) -> float:
             bar.begin(card)
             for places in todo:
                 groups = evaluator.one_batch(task, engine, renderer, config.seed, examples, places)
+                if sight := getattr(tokenizer, "sight", None):
+                    sight.keep(folder, groups)
                 card.add(places, groups, columns(task, groups, evaluator.by))
                 bar.show(card)
             speed = card.speed

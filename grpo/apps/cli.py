@@ -291,9 +291,11 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
     return config
 
 
-def completed(parts: Mapping[str, Any], *missing: object) -> list[Any]:
-    """Return the parts of a group as a list; parts with `_partial_: true` are first called with the `missing` arguments."""
-    return [part(*missing) if isinstance(part, partial) else part for part in parts.values()]
+def completed(callbacks: Mapping[str, Any], tokenizer: Any) -> list[Any]:
+    """Return the callbacks of the configuration as a list; those with `_partial_: true` first get the tokenizer. Where the policy
+    sees, tables of samples get pictures."""
+    made = [one(tokenizer) if isinstance(one, partial) else one for one in callbacks.values()]
+    return [*map(sight.taught, made)] if (sight := getattr(tokenizer, "sight", None)) else made
 
 
 def quiet() -> None:

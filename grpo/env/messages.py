@@ -97,6 +97,12 @@ class Message:
         return found
 
 
+def in_words(content: str | Sequence[Mapping[str, str]]) -> str:
+    """Return the content of `Message.as_dict` as a text that names its pictures."""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "".join(f"[picture {part['image']}]" if "image" in part else part["text"] for part in parts)
+
+
 class MessageLike(Protocol):
     """A message of any class, which `message_of` converts. A `Message` also has tool_calls, name and
     error."""

@@ -1,7 +1,7 @@
 """Opens the eyes of a model, and teaches its renderer to take pictures: what `model.eyes` names."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,9 @@ from grpo.extras.images.of_vllm import with_pictures
 from grpo.extras.images.preflight import CHECKS
 from grpo.extras.images.renderer import SeeingRenderer
 from grpo.extras.images.sight import PICTURES, Sight
+from grpo.extras.images.thumbnails import KeepsPictures, keep
 from grpo.models.pretrained import Pretrained
+from grpo.rollout.types import Group
 
 
 class OpenSight(Sight):
@@ -32,6 +34,18 @@ class OpenSight(Sight):
         """Let a renderer take pictures, in place."""
         if not isinstance(renderer, SeeingRenderer):
             renderer.__class__ = type(type(renderer).__name__, (SeeingRenderer, type(renderer)), {})
+
+    def keep(self, folder: Path, groups: Sequence[Group]) -> None:
+        """Keep small copies of the pictures of samples in a run's folder."""
+        keep(folder, groups)
+
+    def taught(self, callback: Any) -> Any:
+        """Return a callback; `Samples` keeps pictures from now on."""
+        from grpo.training.callbacks.samples import Samples
+
+        if isinstance(callback, Samples) and not isinstance(callback, KeepsPictures):
+            callback.__class__ = type(type(callback).__name__, (KeepsPictures, type(callback)), {})
+        return callback
 
     @property
     def checks(self) -> Mapping[str, Callable[[Any], Any]]:

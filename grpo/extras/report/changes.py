@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from grpo.extras.report.pictures import names_in_prompt
 from grpo.runs.run import Run
 
 SIDES = ["completion", "correct", "reward", "tokens"]  # what differs before and after
-COLUMNS = ["item", "set", "prompt", "gold", *SIDES]
+COLUMNS = ["item", "set", "prompt", "messages", "turns", "gold", *SIDES]
 
 
 def first_samples(run: Run, after: int) -> pd.DataFrame:
@@ -25,7 +26,7 @@ def changed_problems(run: Run, count: int = 3) -> dict[str, Any] | None:
 
     before, after: rollouts learned from. of: problems in both. better, worse: how many became right, and wrong; by reward if the
     task calls no answer right. problems: up to `count`, first those that became better, then at least one that became worse if
-    there is any: {prompt, gold, before, after}, with SIDES of both.
+    there is any: {prompt, pictures, gold, before, after}, with SIDES of both.
     """
     if len(run.evaluated) < 2:
         return None
@@ -47,6 +48,7 @@ def changed_problems(run: Run, count: int = 3) -> dict[str, Any] | None:
         "problems": [
             {
                 "prompt": row["prompt"],
+                "pictures": names_in_prompt(row),
                 "gold": row.get("gold"),
                 "before": {name: row[name] for name in SIDES},
                 "after": {name: row[f"{name} after"] for name in SIDES},

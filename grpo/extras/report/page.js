@@ -46,7 +46,7 @@ function changes() {
     ...problems.map((one) => {
       const sides = difference(one.before.completion, one.after.completion, false);
       return html("div", { class: "card problem" },
-        html("div", { class: "text" }, one.prompt.slice(shared)),
+        html("div", { class: "text" }, withPictures(one.prompt, one.pictures, shared)),
         one.gold == null ? null : html("div", {}, html("span", { class: "soft" }, "right answer "), html("b", { class: "text gold" }, one.gold)),
         html("div", { class: "two" }, [one.before, one.after].map((side, i) => html("div", {},
           html("div", { class: side.correct ? "good" : by === "correct" ? "bad" : "soft" }, `${i ? "after" : "before"}: ${verdictOf(side)}, ${plural(side.tokens, "token")}`),

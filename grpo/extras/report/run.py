@@ -17,6 +17,7 @@ from grpo.evaluation.intervals import mean_interval
 from grpo.extras.health.waiting import about_waits
 from grpo.extras.health.watch import warnings_of
 from grpo.extras.report.changes import changed_problems
+from grpo.extras.report.pictures import names_in, names_in_prompt, urls
 from grpo.extras.report.token_texts import token_texts
 from grpo.runs.run import Run, numbered, samples_in
 from grpo.system.errors import plural
@@ -34,6 +35,9 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     held_out = intervals.get("eval/accuracy", {})
     settings = run.config.get("rollout") or {}
     ahead, order = settings.get("ahead", 0), settings.get("order", "exact")
+    changed, shown = changed_problems(run), embedded(run, samples)
+    named = names_in(message for messages in shown["conversations"] for message in messages)
+    named += [name for problem in (changed or {"problems": ()})["problems"] for name in problem["pictures"]]
     findings = warnings_of(logged, held_out, run.manifest.get("rounding"), run.manifest.get("bound", 1))
     return {
         "kind": "run",
@@ -44,13 +48,14 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "numbers": numbers(run, held_out),
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
-        "changed": changed_problems(run),
+        "changed": changed,
         "warnings": [vars(finding) for finding in findings],
         "waits": about_waits([*logged.values()], ahead, order=order) if ahead else [],
         "not_written": run.manifest.get("not_written", {}),
         "overrides": run.manifest.get("overrides") or [f"{key}={value}" for key, value in run.overrides.items()],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
-        **embedded(run, samples),
+        "pictures": urls(run.folder, dict.fromkeys(named)),
+        **shown,
     }
 
 
@@ -189,6 +194,7 @@ def sample_rows(table: pd.DataFrame, conversations: dict[str, int], examples: di
     parts = [name for name in table.columns if name.startswith("reward/") or name == "overlong"]
     samples = []
     for row in table.astype(object).where(table.notna(), None).to_dict("records"):
+        row["pictures"] = names_in_prompt(row) or None
         row["conversation"] = conversations.setdefault(row.pop("messages"), len(conversations))
         if row.get("example"):
             row["example"] = examples.setdefault(row["example"], len(examples))

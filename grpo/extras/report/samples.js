@@ -69,10 +69,22 @@ function groupsOf(step) {
   return `${plural(groups.length, "group")}, of which ${groups.length - idle.length} teach something${whys ? `; the others do not: ${whys}` : ""}.`;
 }
 
+/** Returns a picture, or its name if the run has kept no copy. */
+const picture = (name) => (data.pictures[name] ? html("img", { src: data.pictures[name], alt: `picture ${name}`, title: name }) : `[picture ${name}]`);
+const MARK = "<image>"; // the place of a picture in a text
+
+/** Returns a text from a place on with its pictures. names: of all pictures of the text; those before the place come first. */
+function withPictures(text, names, from = 0) {
+  if (!names) return [text.slice(from)];
+  const before = text.slice(0, from).split(MARK).length - 1;
+  const parts = text.slice(from).split(MARK);
+  return [...names.slice(0, before).map(picture), ...parts.flatMap((part, i) => (i ? [picture(names[before + i - 1]), part] : [part]))];
+}
+
 function conversation(messages) {
   return messages.map((message) => html("div", { class: `message ${message.role === "assistant" ? "assistant" : ""}` },
     html("div", { class: "soft" }, message.role),
-    html("div", { class: "text" }, typeof message.content === "string" ? message.content : JSON.stringify(message.content)),
+    html("div", { class: "text" }, typeof message.content === "string" ? message.content : message.content.map((part) => (part.type === "image" ? picture(part.image) : part.text))),
     message.tool_calls ? html("div", { class: "text soft" }, JSON.stringify(message.tool_calls)) : null));
 }
 
@@ -150,7 +162,7 @@ function browser(data) {
     const rows = found.slice(0, state.limit).map((sample) => {
       const [mark, word, style] = verdict(sample);
       const open = html("button", { "aria-label": `open sample ${sample.prompt_index}.${sample.sample}` },
-        html("span", { class: "soft" }, prompt(sample).slice(state.step.shared).slice(0, 300) || "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
+        html("span", { class: "soft" }, prompt(sample) ? withPictures(prompt(sample).slice(0, state.step.shared + 300), sample.pictures, state.step.shared) : "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
       return html("tr", { click: () => read(sample), "aria-selected": String(sample === state.open) }, html("td", {}, open),
         html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", { "data-head": name }, tell(sample[name]))));
     });

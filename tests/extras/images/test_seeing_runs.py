@@ -139,7 +139,7 @@ def run(folder, tmp_path_factory) -> SimpleNamespace:
         patch.setattr(Sight, "seen", lambda self, picture: calls.update([picture.id]) or seen(self, picture))
         patch.setattr(eyes, "sent", lambda x, device: copied.append(x) or send(x, device))
         words = f"""task=gsm8k model=path model.path={folder} model.vision=trained adapter=lora algo/kl=loss algo.num_epochs=2
-            debug=smoke callbacks=checkpoint rollout.group_size=8 max_tokens=6 forecast=false preflight=off
+            debug=smoke callbacks=[samples,checkpoint] rollout.group_size=8 max_tokens=6 forecast=false preflight=off
             adamw.lr=1e-2 model.pictures.max_pixels=1568 output_dir={out}"""
         config = compose_config(*words.replace("model.pictures.", "+model.pictures.").split())
         config.task = LOOKING
@@ -178,6 +178,8 @@ def test_an_evaluation_of_the_run(run, tmp_path):
     assert evaluate(config) == pytest.approx(
         json.loads((tmp_path / "metrics.json").read_text())["eval/accuracy"]["value"]
     )
+    held_out = {file.name for file in (tmp_path / "pictures").iterdir()}
+    assert len(held_out) == 4 and held_out < {file.name for file in (run.out / "pictures").iterdir()}
 
 
 def test_a_policy_that_sees_is_not_shared_out(folder):
