@@ -97,7 +97,7 @@ class Message:
         return found
 
 
-def in_words(content: str | Sequence[Mapping[str, str]]) -> str:
+def in_a_text(content: str | Sequence[Mapping[str, str]]) -> str:
     """Return the content of `Message.as_dict` as a text that names its pictures."""
     parts = [{"text": content}] if isinstance(content, str) else content
     return "".join(f"[picture {part['image']}]" if "image" in part else part["text"] for part in parts)

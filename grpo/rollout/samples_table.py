@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo.data.rows import brief, fingerprint
-from grpo.env.messages import in_words
+from grpo.env.messages import in_a_text
 from grpo.env.tokens import Row, rows_of_turns
 from grpo.rollout.types import Group, Sample
 from grpo.system.errors import RolloutError
@@ -56,7 +56,7 @@ def records(groups: Iterable[Group], **columns: Iterable[Iterable[Any]]) -> Iter
 def conversation_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return all messages of a sample as texts, the policy's last one included. row: of a table of samples."""
     calls = {"tool_calls": json.loads(row["tool_calls"])} if row.get("tool_calls") else {}
-    before = [{**message, "content": in_words(message["content"])} for message in json.loads(row["messages"])]
+    before = [{**message, "content": in_a_text(message["content"])} for message in json.loads(row["messages"])]
     return [*before, {"role": "assistant", "content": row["completion"], **calls}]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from grpo.env.pictures import MARK
 
 
-def names_in(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+def picture_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names of the pictures of messages, in order."""
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     return [part["image"] for part in parts if part["type"] == "image"]
@@ -23,7 +23,7 @@ def names_in_prompt(row: Mapping[str, Any]) -> list[str]:
     messages, later = json.loads(row["messages"]), row["turns"] - 1
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     end = [*(answers[-later:] if later > 0 else []), len(messages)][0]  # a prompt may have answers of its own
-    names = names_in(messages[end - 1 : end])
+    names = picture_names(messages[end - 1 : end])
     return names if len(names) == count else []  # a text may have an <image>, too
 
 

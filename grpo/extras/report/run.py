@@ -17,7 +17,7 @@ from grpo.evaluation.intervals import mean_interval
 from grpo.extras.health.waiting import about_waits
 from grpo.extras.health.watch import warnings_of
 from grpo.extras.report.changes import changed_problems
-from grpo.extras.report.pictures import names_in, names_in_prompt, urls
+from grpo.extras.report.pictures import names_in_prompt, picture_names, urls
 from grpo.extras.report.token_texts import token_texts
 from grpo.runs.run import Run, numbered, samples_in
 from grpo.system.errors import plural
@@ -36,7 +36,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     settings = run.config.get("rollout") or {}
     ahead, order = settings.get("ahead", 0), settings.get("order", "exact")
     changed, shown = changed_problems(run), embedded(run, samples)
-    named = names_in(message for messages in shown["conversations"] for message in messages)
+    named = picture_names(message for messages in shown["conversations"] for message in messages)
     named += [name for problem in (changed or {"problems": ()})["problems"] for name in problem["pictures"]]
     findings = warnings_of(logged, held_out, run.manifest.get("rounding"), run.manifest.get("bound", 1))
     return {

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from grpo.env.messages import in_words
+from grpo.env.messages import in_a_text
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import Estimate
 from grpo.extras.health.callback import Health
@@ -53,11 +53,11 @@ def sample_panel(title: str, sample: Sample) -> Panel:
     if not (steps := sample.trajectory.steps):
         error = Text(sample.trajectory.error or "")
         return Panel(error, title=f"{title}: the environment did not start", title_align="left")
-    prompt = in_words(steps[0].state.messages[-1].as_dict()["content"])
+    prompt = in_a_text(steps[0].state.messages[-1].as_dict()["content"])
     text = Text(prompt if len(prompt) < 500 else "..." + prompt[-500:], style="dim")
     for message in sample.trajectory.messages[len(steps[0].state.messages) :]:
         calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
-        words = "\n".join(filter(None, (in_words(message.as_dict()["content"])[:1000], *calls)))
+        words = "\n".join(filter(None, (in_a_text(message.as_dict()["content"])[:1000], *calls)))
         text.append("\n" + words, style="default" if message.role == "assistant" else "dim")
     return Panel(text, title=f"{title}: reward {sample.reward.value:.2f}, {sample.length} tokens", title_align="left")
 

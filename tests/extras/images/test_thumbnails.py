@@ -35,6 +35,7 @@ from grpo.training.callbacks.samples import Samples
 SIGHT = object.__new__(OpenSight)  # its processor is not needed
 CHROMIUM = shutil.which("chromium")
 RED, GREEN, WIDE = plain(20, 30, (230, 40, 40)), plain(8, 8, (40, 200, 60)), plain(512, 128, (60, 80, 240))
+TALL = plain(8, 16, (240, 220, 40))
 
 
 def episode(*messages: Message, number: int = 0) -> Sample:
@@ -53,7 +54,7 @@ ANSWER = Message("assistant", "red")
 ONE = episode(asked("<image> Which? <image>", RED, WIDE), ANSWER)
 LATER = episode(
     asked("<image>Which?", GREEN), Message("assistant", "as before"), asked("<image> Where?", RED), Message("assistant", "look"),
-    asked("a <image> b", WIDE, role="tool"), ANSWER, number=1,
+    asked("a <image> b", TALL, role="tool"), ANSWER, number=1,
 )  # fmt: skip
 
 
@@ -84,9 +85,9 @@ def data_of(folder: Path) -> dict:
 
 def test_a_page_holds_the_pixels_of_the_pictures_that_its_samples_name(run):
     data = data_of(run)
-    assert {*data["pictures"]} == {RED.name, GREEN.name, WIDE.name}
-    sizes = {RED.name: (20, 30), GREEN.name: (8, 8), WIDE.name: (128, 32)}  # the last is a quarter of 512 x 128
-    for picture in (RED, GREEN, WIDE):
+    assert {*data["pictures"]} == {one.name for one in (RED, GREEN, WIDE, TALL)}
+    sizes = {RED.name: (20, 30), GREEN.name: (8, 8), TALL.name: (8, 16)} | {WIDE.name: (128, 32)}  # a quarter
+    for picture in (RED, GREEN, WIDE, TALL):
         kind, _, text = data["pictures"][picture.name].partition(",")
         shown = pixels(b64decode(text))
         assert kind == "data:image/jpeg;base64" and shown.shape == (*sizes[picture.name][::-1], 3)
@@ -94,7 +95,7 @@ def test_a_page_holds_the_pixels_of_the_pictures_that_its_samples_name(run):
     step = next(step for step in data["steps"] if (step["kind"], step["rollout"]) == ("rollout", 2))
     assert [sample["pictures"] for sample in step["samples"]] == [[RED.name, WIDE.name], [RED.name]]
     later = data["conversations"][step["samples"][1]["conversation"]]
-    assert later[-1]["content"][1] == {"type": "image", "image": WIDE.name}
+    assert later[-1]["content"][1] == {"type": "image", "image": TALL.name}
     (problem,) = data["changed"]["problems"]
     assert problem["pictures"] == [RED.name, WIDE.name]
 
@@ -104,7 +105,8 @@ def test_a_page_holds_the_pixels_of_the_pictures_that_its_samples_name(run):
 def test_a_browser_shows_pictures_in_their_places(run):
     """A picture that is not kept is a name. The list leaves out the words that all prompts begin with, not their pictures."""
     sync_api = pytest.importorskip("playwright.sync_api")
-    (run / "pictures" / f"{WIDE.name}.jpg").unlink()
+    for gone in (WIDE, TALL):
+        (run / "pictures" / f"{gone.name}.jpg").unlink()
     place, red, green, wide = write_report(run).as_uri(), *(f"picture {one.name}" for one in (RED, GREEN, WIDE))
     parts = "nodes => nodes.map((node) => [...node.childNodes].map((n) => n.alt ?? n.textContent).filter(Boolean))"
     with sync_api.sync_playwright() as playwright:
@@ -115,7 +117,7 @@ def test_a_browser_shows_pictures_in_their_places(run):
         page.locator("#step").select_option(label="rollout 2 (2)")
         page.locator(".list tbody tr").nth(1).click()
         shown = page.locator("#detail .message .text").evaluate_all(parts)
-        assert shown[::2] == [[green, "Which?"], [red, " Where?"], ["a ", f"[{wide}]", " b"]]
+        assert shown[::2] == [[green, "Which?"], [red, " Where?"], ["a ", f"[picture {TALL.name}]", " b"]]
         assert shown[1::2] == [["as before"], ["look"], ["red"]]
         listed = page.locator(".list tbody tr span:first-child").evaluate_all(parts)
         assert listed == [[red, "Which? ", f"[{wide}]"], [red, "Where?"]]
@@ -159,7 +161,8 @@ def test_a_resumed_run_adds_what_is_missing_and_makes_nothing_twice(tmp_path, mo
     monkeypatch.setattr(thumbnails, "small", lambda picture: made.append(picture) or small(picture))
     keep(tmp_path, [[ONE], [LATER, LATER]])
     after = {file.name: file.read_bytes() for file in (tmp_path / "pictures").iterdir()}
-    assert made == [GREEN] and after.keys() - before.keys() == {f"{GREEN.name}.jpg"} and before.items() < after.items()
+    assert made == [GREEN, TALL] and before.items() < after.items()
+    assert after.keys() - before.keys() == {f"{one.name}.jpg" for one in made}
 
 
 def test_above_the_bound_the_pictures_that_were_seen_last_stay(tmp_path, monkeypatch, caplog):
@@ -188,7 +191,7 @@ def test_texts_name_pictures_in_their_places():
     """In the terminal, in logs of Inspect and in traces of trackio."""
     text = f"[picture {RED.name}] Which? [picture {WIDE.name}]"
     assert str(sample_panel("rollout 1", ONE).renderable) == f"{text}\nred"
-    assert f"\na [picture {WIDE.name}] b\n" in str(sample_panel("rollout 1", LATER).renderable)
+    assert f"\na [picture {TALL.name}] b\n" in str(sample_panel("rollout 1", LATER).renderable)
     (row,) = records([[ONE]])
     first, last = conversation_of(row)
     assert message_of_inspect(first) == {"role": "user", "content": text} and last["content"] == "red"
