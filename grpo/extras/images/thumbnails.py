@@ -19,7 +19,7 @@ MOST = 2000  # pictures, as many as a page has samples
 
 
 class KeepsPictures:
-    """What `Samples` is besides, where the policy sees."""
+    """Joins the class of `Samples` where the policy sees: its tables come with pictures."""
 
     folder: Path
 
@@ -47,8 +47,9 @@ def keep(folder: Path, groups: Sequence[Group]) -> None:
             file.unlink()
 
 
-@cache  # once a run
+@cache  # once for each folder
 def say(place: Path) -> None:
+    """Log that older pictures are removed."""
     log.info("%s holds the last %s pictures of samples, small; the report names older ones", place, f"{MOST:,}")
 
 
