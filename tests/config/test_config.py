@@ -125,7 +125,7 @@ def test_promised_options_are_there():
         o for g, o in OPTIONS if g == "model"
     }
     presets = "grpo dr_grpo bnpo dapo gspo gspo_token cispo sapo rloo reinforce_pp reinforce_pp_baseline lite_ppo rolo atropos"
-    presets += " dppo vespo gmpo luspo topr gpg gigpo clip_cov kl_cov"
+    presets += " dppo vespo gmpo luspo topr gpg gigpo clip_cov kl_cov ipo icepop up p3o kimi_k15 pmd_mean"
     assert {*presets.split(), "ppo_sequence"} <= {o for g, o in OPTIONS if g == "algo"}
 
 

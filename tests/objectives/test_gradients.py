@@ -1,5 +1,6 @@
 """Gradients of every preset against finite differences, of an update however it is cut, and of KL terms."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,7 @@ def with_parts(algorithm, x: Tensor, batch: TokenBatch) -> TokenBatch:
 
 FACTORS = {  # the factors of -A log pi behind a stop-gradient: of a token's log-ratio, that of its row, A
     "cispo": lambda token, row, A: token.exp().clamp(max=5.0),
+    "up": lambda token, row, A: torch.where(A > 0, 1.0, torch.where(token < math.log(0.8), 0.0, token.exp())),
     "topr": lambda token, row, A: torch.where(A > 0, 1.0, row.exp().clamp(max=1.0)),
     "vespo": lambda token, row, A: torch.where(
         A >= 0, row.exp() ** 2 * (3 - 3 * row.exp()).exp(), row.exp() ** 3 * (2 - 2 * row.exp()).exp()
@@ -77,6 +79,11 @@ def test_gradients_are_those_of_finite_differences(name):
         if name in FACTORS:
             factor = FACTORS[name](log_ratio, log_ratio.sum(1, keepdim=True), batch.advantages)
             return (batch.weights * -factor * batch.advantages * x).sum()
+        if name == "p3o":
+            r = log_ratio.exp() * MASK
+            share = r.sum(1, keepdim=True) ** 2 / (MASK.sum(1, keepdim=True) * (r**2).sum(1, keepdim=True))
+            pull = (1 - share) * ((old - x).exp() - 1 - (old - x))
+            return (batch.weights * (pull - torch.minimum(r, share) * batch.advantages * x)).sum()
         if name == "gspo_token":  # s_i pi / pi_here, if s_i is within the bounds
             s = mean.exp()
             beyond = ((batch.advantages > 0) & (s > 1 + 4e-4)) | ((batch.advantages < 0) & (s < 1 - 3e-4))

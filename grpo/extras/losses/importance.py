@@ -4,13 +4,13 @@ w = old policy / rollout policy, token by token, is 1 where engine and trainer a
 the mask) and mask [B, C]. It returns the factor f [B, C] of equation 1, without gradient.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from grpo.system.errors import UserError
-from grpo.system.ranges import Positive, Share
+from grpo.system.ranges import Positive, Range, Share
 
 Level = Literal["token", "sequence"]
 
@@ -47,3 +47,10 @@ def geometric(log_w: Tensor, mask: Tensor, low: Share = 0.99, high: Positive = 1
     mean = (log_w * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     keep = (mean.exp() >= low) & (mean.exp() <= high)
     return torch.where(keep, truncated(log_w, mask, "token", cap), 0.0)
+
+
+def low_error(log_w: Tensor, mask: Tensor, most: Annotated[float, Range(1)] = 2.0) -> Tensor:
+    """1 if mean_t exp(|log w|) <= most over the row, else 0: NeMo-RL's filter of sequences by the error of their probabilities.
+    In `geometric`, tokens that became likelier make up for others; here every difference counts, an infinite one for certain."""
+    errors = torch.where(mask, log_w.abs().exp(), 0.0)
+    return (errors.sum(1, keepdim=True) <= most * mask.sum(1, keepdim=True)).to(log_w.dtype).expand_as(log_w)

@@ -97,8 +97,9 @@ def dppo(
 # -- corrections
 
 
-def kpop(old_logprobs: Tensor, rollout_logprobs: Tensor, delta: Positive = 2.0) -> Tensor:
-    """1, and 0 for a token on which trainer and engine disagree: max(KL(old || rollout), KL(rollout || old)) > delta, with
-    `bernoulli_kl` (KPop, AReaL). The token still counts in the mean of the loss."""
+def kpop(log_w: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, delta: Positive = 0.1) -> Tensor:
+    """w, and 0 for a token on which trainer and engine disagree: max(KL(old || rollout), KL(rollout || old)) > delta, with
+    `bernoulli_kl`: KPop, which follows IcePop. delta is the paper's; AReaL has 2. The mean of the loss counts the token."""
     pair = old_logprobs, rollout_logprobs
-    return (torch.maximum(bernoulli_kl(*pair), bernoulli_kl(*reversed(pair))) <= delta).to(old_logprobs.dtype)
+    far = torch.maximum(bernoulli_kl(*pair), bernoulli_kl(*reversed(pair))) > delta
+    return torch.where(far, 0.0, log_w.clamp(max=LARGEST_LOG_RATIO).exp())
