@@ -12,7 +12,7 @@ from grpo.objectives.loss import Loss, clip
 from grpo.system.ranges import Positive, Range, SomeShare
 
 
-def within(ratio: Tensor, advantages: Tensor, above: Tensor, below: Tensor) -> Loss:
+def inside_region(ratio: Tensor, advantages: Tensor, above: Tensor, below: Tensor) -> Loss:
     """-r A, and 0 where a token is above or below its region: such a token adds no gradient, whatever the sign of A."""
     loss = torch.where(above | below, 0.0, -ratio * advantages)
     return loss, {"clip_fraction_high": above, "clip_fraction_low": below}
@@ -22,7 +22,7 @@ def ipo(ratio: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, advantages: T
     """-r A, and 0 for a token with |pi - mu| > eps, IPO, the default of prime-rl. DPPO leaves a token out only where it moved in
     the direction of its advantage; here a token that samples of an older policy find far away is left out on both sides."""
     gap = logprobs.detach().exp() - rollout_logprobs.exp()
-    return within(ratio, advantages, gap > eps, gap < -eps)
+    return inside_region(ratio, advantages, gap > eps, gap < -eps)
 
 
 def icepop(
@@ -37,7 +37,7 @@ def icepop(
     `ipo` leaves a token out by the difference: it keeps one that goes from 0.01 to 0.06, but not from 0.5 to 0.9; here it is the
     other way round."""
     gap = logprobs.detach() - rollout_logprobs  # compared as logs: the exponential of a far one would be infinite
-    return within(ratio, advantages, gap > math.log(high), gap < math.log(low))
+    return inside_region(ratio, advantages, gap > math.log(high), gap < math.log(low))
 
 
 def up(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: SomeShare = 0.2, dual: Positive | None = 3.0) -> Loss:
