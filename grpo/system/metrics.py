@@ -171,6 +171,8 @@ def healthy(metric: Metric) -> str:
         return f"at most {metric.jump:g} times its median"
     if metric.per:
         return f"at least {metric.low:g} times `{metric.per}`"
+    if metric.name == "rollout/filtered":
+        return f"at most {metric.high:g}, or `loss/entropy` at most 1.5 times its first value"
     if metric.name == "rollout/staleness":
         return f"at most `rollout.max_staleness`, or {metric.high:g} if that is less"
     if metric.name == "eval/accuracy":

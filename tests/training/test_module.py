@@ -15,11 +15,12 @@ from transformers import get_scheduler
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.policy import with_adapter
 from grpo.models.temperature import at_half_of_it
+from grpo.objectives.trial import even_batch
 from grpo.rollout.collate import collate
 from grpo.system import distributed
 from grpo.system.errors import UserError
 from grpo.training import module as training
-from grpo.training.meter import Means
+from grpo.training.meter import Means, note_loss
 from grpo.training.optimization import Optimization
 
 
@@ -375,6 +376,20 @@ def test_means_weigh_by_what_they_count():
     assert means.result() == {"x": 2.0}
     means.add("x^2", 4.0 + 4.0 + 4.0 + 8.0, 4)
     assert means.result() == {"x": 2.0, "x_std": 1.0}  # 20 / 4 - 2^2
+
+
+def test_the_effective_sample_size_is_that_of_all_tokens_of_the_update():
+    """Weights 3 and 1 in one microbatch, 1 and 1 in the other: 6^2 / (4 x 12), not the mean of 16 / 20 and 1."""
+    means = Means()
+    for first in (3.0, 1.0):
+        batch = replace(even_batch(1, 3, -2.0), advantages=torch.ones(1, 3), mask=torch.tensor([[True, True, False]]))
+        logprobs = -2.0 + torch.tensor([[first, 1.0, 9.0]]).log()  # the last is padding
+        note_loss(means, batch, logprobs, {"ratio": torch.ones(1, 3)})  # the old policy is not the one that sampled
+    found = means.result()
+    assert found["loss/effective_samples"] == pytest.approx(0.75)
+    assert not {name for name in found if name.endswith(("^2", "_std"))}
+    note_loss(none := Means(), batch, logprobs, {})
+    assert "loss/effective_samples" not in none.result()  # an objective without a ratio
 
 
 def test_the_loss_of_an_epoch_is_that_of_its_tokens():

@@ -9,6 +9,7 @@ from statistics import mean, median
 from grpo.system.metrics import WATCHED, Metric
 
 WINDOW = 10  # rollouts of a median, and of a mean
+RISEN = 1.5  # times the first entropy, from which filtered answers are worth a word
 TAUGHT = {"teacher/divergence", "imitation/loss"}  # metrics of runs that learn from more than rewards
 Metrics = Mapping[str, float]
 Interval = tuple[float, float]
@@ -34,7 +35,8 @@ class Watch:
     bound: the largest staleness that the plan allows, in versions; at least 1.
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
     of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window; for
-    eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value. floor: the low bounds
+    eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value, for rollout/filtered the
+    first entropy. floor: the low bounds
     that follow from it, until the next window is full.
     """
 
@@ -78,6 +80,9 @@ class Watch:
             return replace(metric, low=-math.inf, high=max(metric.high, 3 * abs(start)))
         if metric.name == "rollout/effective_groups" and TAUGHT & metrics.keys():
             return replace(metric, low=-math.inf)  # the policy learns from more than rewards
+        if metric.name == "rollout/filtered":  # harmless while the entropy does not rise
+            start, _ = self.best.setdefault(metric.name, (metrics.get("loss/entropy", math.inf), 0.0))
+            return metric if metrics.get("loss/entropy", 0.0) > RISEN * start else replace(metric, high=1.0)
         if metric.per:
             return replace(metric, low=metric.low * metrics.get(metric.per, math.inf))
         if metric.name == "rollout/staleness":

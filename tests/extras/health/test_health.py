@@ -1,7 +1,9 @@
 """Warnings: given at the bounds that they name, once, and not again after the run is resumed."""
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import lightning as L
@@ -13,20 +15,27 @@ from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
 from grpo.extras.health.callback import Health, untaught
 from grpo.extras.health.watch import warnings_of
+from grpo.objectives.trial import even_batch
 from grpo.rollout.types import Plan
 from grpo.system.errors import AlarmError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.checkpoints import PlainCheckpoints
+from grpo.training.meter import Means, note_loss
 from tasks.quiz import Quiz
 from train import train
 
 
-def said(health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = ()) -> list[str]:
+def said(
+    health: Health, caplog, *values: dict[str, float], evaluations: Sequence[Evaluation] = (), masked: bool = False
+) -> list[str]:
+    """Return the warnings. A value `long` is the number of truncated ones among 100 samples. masked: algo.mask_truncated."""
     caplog.clear()
-    trainer, module = SimpleNamespace(optimizers=[]), SimpleNamespace(policy=torch.nn.Linear(2, 2))
+    trainer = SimpleNamespace(optimizers=[])
+    module = SimpleNamespace(policy=torch.nn.Linear(2, 2), algorithm=SimpleNamespace(mask_truncated=masked))
     for rollout, metrics in enumerate(values):
-        batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations))
+        scores = SimpleNamespace(truncated=torch.arange(100) < metrics.pop("long", 0))
+        batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations), scores=scores)
         health.on_train_batch_end(trainer, module, {}, batch, 0)
     return [record.getMessage() for record in caplog.records]
 
@@ -198,6 +207,35 @@ def test_a_policy_that_collapses_is_reported_after_three_rollouts(metric, well, 
     assert len(said(resumed, caplog, {metric: unwell})) == 1
     (line,) = said(Health(), caplog, *[{metric: unwell}] * 4)
     assert line.startswith(f"rollout 3: {metric} is {unwell:.3g}, {words}")
+
+
+@pytest.mark.parametrize(
+    ("long", "entropy", "masked", "warned"),
+    [(6, 0.7, True, True), (5, 0.7, True, False), (6, 0.6, True, False), (6, 0.7, False, False)],
+)
+def test_filtered_answers_are_news_while_the_entropy_rises(caplog, long, entropy, masked, warned):
+    """More than 5 %, and an entropy above 1.5 times the first, 0.4. The run is resumed after one such rollout."""
+    health, resumed = Health(), Health()
+    begin, later = ({"long": n, "loss/entropy": value} for n, value in ((50, 0.4), (long, entropy)))
+    assert said(health, caplog, dict(begin), dict(later), masked=masked) == []
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    found = said(resumed, caplog, dict(later), last := dict(later), masked=masked)
+    assert len(found) == warned and last.get("rollout/filtered") == (pytest.approx(long / 100) if masked else None)
+    assert all("rollout/filtered is 0.06, above 0.05: ever more answers are too long" in line for line in found)
+
+
+def test_a_policy_that_a_few_tokens_carry_is_reported(caplog):
+    """One token of 20 has the weight 19, and the others 1: 38^2 / (20 x 380) = 0.19."""
+    batch = replace(even_batch(1, 20, -3.5), advantages=torch.ones(1, 20))
+    logprobs = torch.full((1, 20), -3.5).index_fill(1, torch.tensor([7]), -3.5 + math.log(19.0))
+
+    def update(moved: float) -> dict[str, float]:
+        note_loss(means := Means(), batch, -3.5 + moved * (logprobs + 3.5), {"ratio": torch.ones(1, 20)})
+        return {name: value for name, value in means.result().items() if name == "loss/effective_samples"}
+
+    assert said(Health(), caplog, *[update(0.2) for _ in range(3)]) == []
+    (line,) = said(Health(), caplog, *[update(1.0) for _ in range(3)])
+    assert line.startswith("rollout 3: loss/effective_samples is 0.19, below 0.5: a few tokens carry the update")
 
 
 def test_a_loss_far_below_what_the_advantages_explain(caplog):
