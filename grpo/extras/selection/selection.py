@@ -68,6 +68,28 @@ class Dynamic:
 
 @enforced("selection")
 @dataclass(frozen=True)
+class Live(Outer):
+    """Leaves out groups without signal, and plays no others for them, as `Dynamic` would: ScaleRL's filter, arXiv 2510.13786.
+    They are in no mean of the loss, so the others weigh more. If all would go, all stay, and teach nothing."""
+
+    by: Signal = "reward"
+    inner: Selection = field(default_factory=Everything)
+
+    def check(self, plan: Plan, algorithm: Algorithm) -> None:
+        """Raise UserError for groups of one sample."""
+        super().check(plan, algorithm)
+        if plan.group_size == 1:
+            raise UserError("rollout.group_size=1: every group would be left out; set selection=all")
+
+    def select(self, draw: Draw) -> list[Group]:
+        """Return the inner selection's groups that have signal."""
+        groups = self.inner.select(draw)
+        live = draw.scores(groups).has_signal(self.by).tolist() if groups else ()
+        return [group for group, is_live in zip(groups, live, strict=True) if is_live] or groups
+
+
+@enforced("selection")
+@dataclass(frozen=True)
 class Screened:
     """SPEED (arXiv 2506.09016): `first` samples of a prompt show whether it is worth the others. Prompts whose first answers are
     all right or all wrong get no more samples, and others take their place, in at most `rounds` rounds."""

@@ -1,0 +1,59 @@
+"""Weights of tokens by prompt, by hand, on two ranks, and in `experiment=scalerl`."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from conftest import compose_config
+from hydra.utils import instantiate
+from torch import tensor
+
+from grpo.apps.try_algorithm import check_algorithm
+from grpo.extras.losses.reductions import prompt_mean
+from grpo.extras.selection.samplers import pools
+from grpo.objectives.loss import token_weights
+from grpo.system import distributed
+
+close = torch.testing.assert_close
+MASK = tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]]).bool()
+SAMPLE = tensor([0, 1, 2, 3, 1])  # the last row is the second of sample 1; sample 3 has nothing to learn from
+BY_TWO = partial(prompt_mean, group_size=2)
+
+
+def test_every_prompt_has_the_same_weight_however_long_its_answers_are():
+    """Prompt 0 has 6 tokens in two samples, prompt 1 has 2 in one: 1 / (2 x 6) and 1 / (2 x 2)."""
+    close(token_weights(MASK, BY_TWO, 9, SAMPLE), tensor([1 / 12, 1 / 12, 1 / 4, 0.0, 1 / 12])[:, None] * MASK)
+    close(token_weights(MASK, "token", 9, SAMPLE), MASK / 8)  # where the longer prompt has three times the weight
+    close(token_weights(MASK, "sequence", 9, SAMPLE)[:, 0], tensor([1 / 9, 1 / 9, 1 / 6, 0.0, 1 / 9]))
+    far = SAMPLE + 20  # a prompt without tokens is none of the prompts
+    close(token_weights(MASK & (far < 22)[:, None], BY_TWO, 9, far), MASK * (far < 22)[:, None] / 6)
+
+
+def test_a_prompt_whose_samples_are_on_two_ranks_is_one_prompt(monkeypatch):
+    whole = token_weights(MASK, BY_TWO, 9, SAMPLE)
+    ranks, sent = (tensor([0, 3]), tensor([1, 2, 4])), []
+    monkeypatch.setattr(distributed, "all_gather", lambda items: sent.append(items) or items)
+    for rows in ranks:
+        token_weights(MASK[rows], BY_TWO, 9, SAMPLE[rows])
+    monkeypatch.setattr(distributed, "all_gather", lambda items: sent[0] + sent[1])
+    for rows in ranks:
+        close(token_weights(MASK[rows], BY_TWO, 9, SAMPLE[rows]), whole[rows])
+
+
+def test_scalerl_makes_the_choices_of_its_paper():
+    config = compose_config("experiment=scalerl", "rollout.group_size=4", "output_dir=.")
+    check_algorithm(algorithm := instantiate(config.algo), 8, 4, ahead=config.rollout.ahead)
+    assert algorithm.reduce.keywords == {"group_size": 4}
+    logprobs, old = tensor([[-1.0]]), tensor([[-1.0 - 2.0]])
+    loss, _ = algorithm.surrogate(ratio=(logprobs - old).exp(), logprobs=logprobs, advantages=torch.ones(1, 1))
+    assert loss.item() == 5.0  # e^2 is cut to 5
+    assert (config.rollout.ahead, config.rollout.max_staleness, algorithm.old_policy) == (8, 8, "rollout")
+    assert config.model.head_dtype == "float32"
+    # rewards (1, 0) and (3, 0): means are the groups', the standard deviation is the batch's
+    advantages = algorithm.advantage(tensor([[1.0, 0.0], [3.0, 0.0]]))
+    close(advantages[:, 0] / advantages[0, 0], tensor([1.0, 3.0]))
+    weight = {key: value for key, value in config.sampler.weight.items() if not key.startswith("_")}
+    asked = SimpleNamespace(solved=np.array([math.nan, 0.0, 0.875, 0.9, 1.0]))
+    assert pools(asked, **weight).tolist() == [1, 1, 1, 0, 0]
