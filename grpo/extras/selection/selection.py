@@ -68,7 +68,7 @@ class Dynamic:
 
 @enforced("selection")
 @dataclass(frozen=True)
-class Live(Outer):
+class WithSignal(Outer):
     """Leaves out groups without signal, and plays no others for them, as `Dynamic` would: ScaleRL's filter, arXiv 2510.13786.
     They are in no mean of the loss, so the others weigh more. If all would go, all stay, and teach nothing."""
 

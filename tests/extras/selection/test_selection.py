@@ -14,7 +14,7 @@ from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.types import Reward
 from grpo.extras.losses.importance import truncated
-from grpo.extras.selection.selection import Dynamic, Fewer, Greedy, Live, Replay, Screened
+from grpo.extras.selection.selection import Dynamic, Fewer, Greedy, Replay, Screened, WithSignal
 from grpo.objectives.advantage import leave_one_out
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.loss import clip
@@ -79,16 +79,18 @@ def test_live_leaves_out_groups_without_signal_and_plays_no_others(tmp_path):
     def rewards(n: int, s: int) -> float:
         return 1.0 if n % 4 == 0 else float(s == 0)
 
-    made = rollouts(Live(), rewards, tmp_path, prompts=8)
+    made = rollouts(WithSignal(), rewards, tmp_path, prompts=8)
     batch = made.make(0)
     assert values(batch.groups) == [[1.0, 0.0, 0.0, 0.0]] * 6
     assert [group[0].example["n"] for group in batch.groups] == [n for n in asked(made) if n % 4]
     assert sorted(group[0].example["n"] for group in batch.discarded) == [0, 4]
-    assert values(rollouts(Live(), lambda n, s: 1.0, tmp_path).make(0).groups) == [[1.0] * 4] * 2  # nothing is left
-    graded = rollouts(Live(by="correct"), lambda n, s: 0.1 * s, tmp_path)
-    assert len(graded.make(0).groups) == len(rollouts(Live(), lambda n, s: 0.1 * s, tmp_path).make(0).groups) == 2
+    assert (
+        values(rollouts(WithSignal(), lambda n, s: 1.0, tmp_path).make(0).groups) == [[1.0] * 4] * 2
+    )  # nothing is left
+    graded = rollouts(WithSignal(by="correct"), lambda n, s: 0.1 * s, tmp_path)
+    assert len(graded.make(0).groups) == len(rollouts(WithSignal(), lambda n, s: 0.1 * s, tmp_path).make(0).groups) == 2
     with pytest.raises(UserError, match="every group would be left out"):
-        Live().check(replace(graded.plan, group_size=1), WEIGHED)
+        WithSignal().check(replace(graded.plan, group_size=1), WEIGHED)
 
 
 def test_gates_replace_groups_that_are_too_easy(tmp_path):
