@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo.extras.losses.anatomy import against_ratio
 from grpo.extras.report.run_plots import COLOURS, panels, tidy
-from grpo.extras.report.runs import SAME
+from grpo.extras.report.runs import differences
 from grpo.extras.report.statistics import over_seeds
 from grpo.objectives.algorithm import Algorithm
 from grpo.runs.run import Run
@@ -45,18 +45,18 @@ def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
 
 
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
-    """Return a table for each swept key except the seed: value, low, high, n over all runs that share a value of the key."""
+    """Return a table for each key that differs: value, low, high, n over all runs that share a value of the key."""
     runs = [run for members in done.values() for run in members]
     accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
-    swept = pd.DataFrame([run.overrides for run in runs]).drop(columns=list(SAME), errors="ignore").fillna("default")
     tables = {}
-    for key in swept:
-        if swept[key].nunique() > 1:
-            by_value = accuracy.groupby(swept[key], sort=False)
-            rows = {value: over_seeds(part)._asdict() for value, part in by_value}
-            table = pd.DataFrame(rows).T.rename_axis(key)
-            # numbers are sorted by size
-            tables[key] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
+    for one in differences(runs):
+        values = [
+            value if isinstance(value := one.values[run], int | float) else str(value or "default") for run in runs
+        ]
+        rows = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(values, sort=False)}
+        table = pd.DataFrame(rows).T.rename_axis(one.name)
+        # numbers are sorted by size
+        tables[one.name] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
     return tables
 
 

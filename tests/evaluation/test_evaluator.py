@@ -562,6 +562,7 @@ def test_a_sweep_is_compared_by_its_arms_without_what_is_not_finished(tmp_path, 
         folder.mkdir()
         left_behind(folder, {str(p): [one] for p, one in enumerate(answers)})
         status = "failed" if job == 4 else "finished"
+        (folder / "config.yaml").write_text(json.dumps({"algo": algo, "seed": job}))
         told = {"status": status, "overrides": [f"algo={algo}", f"seed={job}"]}
         (folder / "manifest.json").write_text(json.dumps(told))
     found = compare(arms_of([str(tmp_path)]))

@@ -1,4 +1,5 @@
-"""Writes report.html: a run or a sweep as one page for a browser, complete in one file, without a server or a network.
+"""Writes report.html: a run, or all runs of a folder, as one page for a browser, complete in one file, without a server or a
+network.
 
 `python -m grpo.report outputs/wordmath/grpo/RUN` writes it again.
 """
@@ -8,6 +9,7 @@ import hashlib
 import html
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo.extras.report.folder import folder_data
 from grpo.extras.report.run import run_data
-from grpo.extras.report.runs import load
-from grpo.extras.report.sweep import sweep_data
+from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
@@ -34,7 +36,7 @@ def write_report(
     ending: Mapping[str, Any] | None = None,
     live: float | None = None,
 ) -> Path:
-    """Write the page of a run or a sweep and return its path. The arguments are those of `document`, and
+    """Write the page of a run or a folder and return its path. The arguments are those of `document`, and
     out: path of the page; None means FOLDER/report.html."""
     out = Path(out or Path(folder) / "report.html")
     write_text(out, document(Path(folder), out, samples, ending, live))
@@ -43,28 +45,28 @@ def write_report(
 
 def document(
     folder: Path,
-    out: Path,
+    out: Path | None,
     samples: int = SAMPLES,
     ending: Mapping[str, Any] | None = None,
     live: float | None = None,
 ) -> str:
-    """Return the page of a run or a sweep.
+    """Return the page of a run, or of all runs in a folder, such as a sweep.
 
-    folder: the folder of the run or of the sweep. Any other folder raises UserError.
-    out: the place of the page, from which its links start. samples: the largest number of samples in the page of a run.
-    ending: entries for a manifest that is not up to date, because the run is just ending.
-    live: seconds after which the page of a run that goes on loads itself again; None: never.
+    folder: the folder of the run, or with runs; else UserError. out: the place of the page, from which its links start; None: the
+    server of the folder. samples: the largest number of samples. ending: entries for a manifest that is not up to date, because
+    the run is just ending. live: seconds after which the page of a run that goes on, or of a folder, loads itself again; of a
+    folder more if it takes long to make; None: never.
     """
-    runs = load(folder)
-    if runs[0].folder == folder:
-        if runs[0].evaluates:
-            how = f"its numbers are in metrics.json, and eval.py compare={folder},OTHER compares it"
-            raise UserError(f"{folder} is an evaluation, which has no page: {how}")
-        runs[0].manifest.update(ending or {})
-        data = run_data(runs[0], samples)
-        data["live"] = live if data["status"] == "running" else None
+    run, begun = Run(folder), time.monotonic()
+    if run.evaluates:
+        how = f"its numbers are in metrics.json, and eval.py compare={folder},OTHER compares it"
+        raise UserError(f"{folder} is an evaluation, which has no page: {how}")
+    run.manifest.update(ending or {})
+    data = run_data(run, samples) if run.config else folder_data(folder, samples, out)
+    if data["kind"] == "folder":
+        data["live"] = live and max(live, 20 * (time.monotonic() - begun))
     else:
-        data = sweep_data(runs, folder, out)
+        data["live"] = live if data["status"] == "running" else None
     return page(data | dictionary(data["metrics"].get("y", data["metrics"])))
 
 
@@ -83,7 +85,7 @@ def dictionary(names: Iterable[str]) -> dict[str, Any]:
 
 def page(data: Mapping[str, Any]) -> str:
     """Return the HTML document. Its Content-Security-Policy allows only our script, by its hash, and no loading at all."""
-    js = "\n".join(part(name) for name in ("charts.js", "timeline.js", "samples.js", "page.js"))
+    js = "\n".join(part(name) for name in ("charts.js", "timeline.js", "samples.js", "folder.js", "page.js"))
     css = part("page.css")
     content = plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"})
     return Template(part("page.html")).substitute(

@@ -1,4 +1,4 @@
-"""`python -m grpo.report RUN_OR_SWEEP` writes report.html and prints its path; with --serve it shows all runs of a folder."""
+"""`python -m grpo.report FOLDER` writes report.html of a run, or of all runs in a folder; --serve shows it."""
 
 import argparse
 import sys
@@ -12,11 +12,11 @@ from grpo.system.output.console import quiet_pipe
 
 def main() -> None:
     """Run the program."""
-    words = "Write a run or a sweep as one HTML page for a browser, or show all runs of a folder."
+    words = "Write a run, or all runs of a folder, as one HTML page for a browser, or show them there."
     parser = argparse.ArgumentParser(prog="python -m grpo.report", description=words)
-    parser.add_argument("folder", help="folder of a run or of a sweep; with --serve any folder with runs")
+    parser.add_argument("folder", help="folder of a run, of a sweep, or any with runs")
     parser.add_argument("--out", help="path of the page (default: FOLDER/report.html)")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="largest number of samples in the page of a run")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="largest number of samples in a page")
     parser.add_argument("--serve", action="store_true", help="show all runs of the folder at http://127.0.0.1:PORT")
     parser.add_argument("--port", type=int, default=8060, help="port of --serve (default: 8060)")
     given = parser.parse_args()

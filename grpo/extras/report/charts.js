@@ -26,7 +26,7 @@ const perCent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`
 function tell(value, unit) {
   if (value == null) return "–";
   if (unit === "share") return perCent(value);
-  if (unit === "bytes") return `${(value / 1e9).toFixed(2)} GB`;
+  if (unit === "bytes") return value < 1e8 ? `${(value / 1e6).toFixed(1)} MB` : `${(value / 1e9).toFixed(2)} GB`;
   const end = unit === "seconds" ? " s" : "";
   if (end && value < 0.001) return "< 0.001 s";
   const size = Math.abs(value);
@@ -65,31 +65,39 @@ const smoothed = (points) => points.map((point, i) => {
 const KEPT = `grpo ${location.pathname}`;
 const view = { smooth: false, log: false, shown: null };
 try { Object.assign(view, JSON.parse(sessionStorage.getItem(KEPT))); } catch { /* the browser keeps nothing */ }
-const keep = () => { try { sessionStorage.setItem(KEPT, JSON.stringify(view)); } catch { /* the same */ } };
+const keep = () => {
+  try { sessionStorage.setItem(KEPT, JSON.stringify(view)); } catch { /* the same */ }
+  document.dispatchEvent(new Event("kept"));
+};
 
 const WIDTH = 360;
 const HEIGHT = 190;
-const LEFT = 54;
-const RIGHT = 12;
+const RIGHT = 16;
 const TOP = 10;
 const BOTTOM = 24;
-const colour = (index) => `var(--c${index % 7})`;
-const dashes = (index) => (index >= 7 ? "6 3" : null);
+const COLOURS = 7;
+const colour = (index) => `var(--c${index % COLOURS})`;
+const dashes = (index) => (index >= COLOURS ? "6 3" : null);
 
-function frame(x, y, xs, ys, unit) {
+/** labels: of ys. left: where the axes meet. */
+function frame(x, y, xs, ys, labels, left) {
   const whole = xs.filter((at) => Number.isInteger(at));
   return svg("g", {},
-    ys.map((at) => [
-      svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) }),
-      svg("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, axisLabel(at, unit, ys[1] - ys[0])),
+    ys.map((at, i) => [
+      svg("line", { class: "grid", x1: left, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) }),
+      svg("text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, labels[i]),
     ]).flat(),
-    whole.map((at) => svg("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, String(at))));
+    whole.map((at) => svg("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, at.toLocaleString("en"))));
 }
 
-/** step: between two labels; a share gets as many digits as tell the labels apart. */
-function axisLabel(at, unit, step) {
-  const digits = [1, 2, 3, 4].find((n) => Math.abs(+(100 * step).toFixed(n) - 100 * step) < 1e-9) ?? 5;
-  return unit === "share" ? perCent(at, digits) : unit === "bytes" ? `${+(at / 1e9).toPrecision(3)} GB` : tell(at);
+/** Returns the labels of an axis, with as many digits as tell them apart. even: whether the steps are equal. */
+function axisLabels(ys, unit, even) {
+  const most = Math.max(...ys.map(Math.abs));
+  const [times, end] = unit === "share" ? [100, "\u00a0%"] : unit === "bytes" ? (most < 1e9 ? [1e-6, "\u00a0MB"] : [1e-9, "\u00a0GB"]) : [1, ""];
+  if (!even) return ys.map((at) => String(+(times * at).toPrecision(3)) + end);
+  const step = times * (ys[1] - ys[0]);
+  const digits = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(+step.toFixed(n) - step) < 1e-6 * step);
+  return ys.map((at) => (digits == null ? tell(at) : (times * at || 0).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })).replace("-", "−") + end);
 }
 
 /** Returns what a metric is, and its range in healthy runs. */
@@ -133,14 +141,16 @@ function chart(name, series, span, marks = []) {
   const ys = log ? logTicks(Math.min(...values), Math.max(...values)) : ticks(...reach(every, unit === "share"));
   const scale = log ? Math.log10 : (value) => value;
   const [low, high] = [ys[0], ys.at(-1)];
+  const labels = axisLabels(ys, unit, !log);
+  const left = 14 + 6.2 * Math.max(3, ...labels.map((label) => label.length)); // units of a letter
   const [first, last] = [span[0], Math.max(span[1], span[0] + 1)];
-  const x = (at) => LEFT + ((at - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+  const x = (at) => left + ((at - first) / (last - first)) * (WIDTH - left - RIGHT);
   const y = (value) => TOP + ((scale(high) - scale(Math.max(low, Math.min(high, value)))) / (scale(high) - scale(low))) * (HEIGHT - TOP - BOTTOM);
   const path = (list) => list.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
 
   const cursor = svg("g", {});
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
-    "aria-label": `${name} against rollouts; arrow keys show values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, unit));
+    "aria-label": `${name} against rollouts; arrow keys show values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, labels, left));
   series.forEach(({ index, thin }, s) => {
     const banded = points[s].filter((p) => p.low != null && p.high != null);
     const stroke = colour(index);
@@ -174,8 +184,8 @@ function chart(name, series, span, marks = []) {
   };
   const hide = () => { cursor.replaceChildren(); tip.hidden = true; };
   picture.addEventListener("pointermove", (event) => {
-    const { left, width } = picture.getBoundingClientRect();
-    const at = first + ((((event.clientX - left) / width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (last - first);
+    const box = picture.getBoundingClientRect();
+    const at = first + ((((event.clientX - box.left) / box.width) * WIDTH - left) / (WIDTH - left - RIGHT)) * (last - first);
     show(xs.reduce((best, value, i) => (Math.abs(value - at) < Math.abs(xs[best] - at) ? i : best), 0));
   });
   picture.addEventListener("pointerleave", hide);
@@ -188,10 +198,12 @@ function chart(name, series, span, marks = []) {
   return figure;
 }
 
+/** Returns a sample of a colour. */
+const swatch = (index) => svg("svg", { class: "swatch", viewBox: "0 0 22 10", "aria-hidden": "true" },
+  svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(index), "stroke-width": 4, "stroke-dasharray": dashes(index) }));
+
 /** Returns labels with their colours. colours: numbers of colours, if not 0, 1, 2 ... */
-const legend = (labels, colours = labels.map((_, i) => i)) => html("div", { class: "legend" }, labels.map((label, i) => html("span", {},
-  svg("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
-    svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: colour(colours[i]), "stroke-width": 4, "stroke-dasharray": dashes(colours[i]) })), ` ${label}`)));
+const legend = (labels, colours = labels.map((_, i) => i)) => html("div", { class: "legend" }, labels.map((label, i) => html("span", {}, swatch(colours[i]), ` ${label}`)));
 
 /** Returns a line of metrics that never change. valueOf(name): the value. */
 const constants = (names, valueOf, id) => html("p", { class: "soft", id }, "Constant: ",
@@ -213,15 +225,15 @@ function curves(groups, names, drawn, values) {
       return found.length ? [html("h3", {}, title), html("div", { class: "charts" }, found.map(drawn))] : [];
     }));
     if (constant.length) place.append(constants(constant, (name) => values(name)[0], "constant"));
-    view.shown = [...shown];
-    keep();
   };
   const turn = (name, label) => html("label", {}, html("input", { type: "checkbox", id: name, checked: view[name],
-    change: (event) => { view[name] = event.target.checked; draw(); } }), ` ${label}`);
+    change: (event) => { view[name] = event.target.checked; draw(); keep(); } }), ` ${label}`);
   const switches = [turn("smooth", "smooth"), turn("log", "log scale")];
   const boxes = names.map((name) => html("label", { title: meaning(name) }, html("input", { type: "checkbox", value: name, checked: shown.has(name), change: (event) => {
     shown[event.target.checked ? "add" : "delete"](name);
+    view.shown = [...shown];
     draw();
+    keep();
   } }), ` ${name}`));
   draw();
   const picker = html("details", { class: "card", id: "picker" }, html("summary", {}, `Metrics (${names.length})`), html("div", { class: "picker" }, boxes));

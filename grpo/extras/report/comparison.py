@@ -6,6 +6,7 @@ Reads the saved samples of evaluations and loads no model.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -27,7 +28,7 @@ def arms_of(operands: Sequence[str | Sequence[str]]) -> dict[str, list[Run]]:
     """Return the runs of each arm that `compare=` names.
 
     An operand is a run, an evaluation, a list of them (the seeds of one arm), or a sweep. The runs of a sweep are divided into
-    arms by the overrides of their command lines.
+    arms by the settings that differ between them.
     """
     named: dict[str, list[Run]] = {}
     for operand in operands:
@@ -53,7 +54,11 @@ def compare(named_arms: Mapping[str, Sequence[Run]], after: int | None = None) -
 
     after: compare the evaluations after that many rollouts; None takes each run's last.
     """
-    measured = verdicts_of(named_arms, after)
+    return compare_verdicts(verdicts_of(named_arms, after))
+
+
+def compare_verdicts(measured: Mapping[str, Sequence[pd.DataFrame]]) -> dict[str, Any]:
+    """Return the content of metrics.json from `Run.verdicts` of the runs of each arm."""
     every = [table for tables in measured.values() for table in tables]
     items = sorted(set.intersection(*(set(table["accuracy"].dropna().index) for table in every)))
     if not items:
@@ -128,12 +133,32 @@ def compared(done: Mapping[str, Sequence[Run]]) -> pd.DataFrame:
         result = compare(done)
         for arm in result["arms"].values():
             rows[arm["name"]] |= arm["eval/accuracy"]
-        for row in result["comparisons"]:
-            if row["metric"] == "eval/accuracy":
-                value, low, high, _ = row["difference"].values()
-                arm = rows[result["arms"][row["arm"]]["name"]]
-                arm |= {"difference": value, "difference_low": low, "difference_high": high}
-                arm |= {"p": row["p_value"], "p (Holm)": row["p_holm"]}
-                arm |= {name: row[name] for name in ("better", "worse", "ties")}
+        for name, row in differences_of(result).items():
+            rows[name] |= row
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm").drop(columns="n")
     return table.sort_values("value", ascending=False)
+
+
+def differences_of(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return by name of an arm how its accuracy differs from the first arm's, from the content of metrics.json."""
+    found = {}
+    for row in result["comparisons"]:
+        if row["metric"] == "eval/accuracy":
+            value, low, high, _ = row["difference"].values()
+            found[result["arms"][row["arm"]]["name"]] = {
+                **{"difference": value, "difference_low": low, "difference_high": high},
+                **{"p": row["p_value"], "p (Holm)": row["p_holm"]},
+                **{name: row[name] for name in ("better", "worse", "ties")},
+            }
+    return found
+
+
+def every_pair(measured: Mapping[str, Sequence[pd.DataFrame]], most: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return how the second arm of a pair differs from the first, as in `compared`, for all pairs of the first `most` arms that
+    have a problem in common. measured: `Run.verdicts` of the runs of each arm."""
+    found = {}
+    for first, other in combinations(list(measured)[:most], 2):
+        with suppress(UserError):  # no problem in common
+            row = differences_of(compare_verdicts({first: measured[first], other: measured[other]}))
+            found |= {(first, arm): values for arm, values in row.items()}
+    return found

@@ -1,4 +1,4 @@
-// Builds the page of a run or of a sweep from the JSON data in it.
+// Builds the page from the JSON data in it.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -28,8 +28,8 @@ function header() {
 
 /** Returns a table. words: the number of columns on the left that hold text. A narrow screen shows each row as lines with the heads. */
 const table = (head, rows, words = 1) => html("div", { class: "card scroll" }, html("table", { class: "stacks" },
-  html("thead", {}, html("tr", {}, head.map((cell, i) => html("th", { class: i < words ? "words" : null }, cell)))),
-  html("tbody", {}, rows.map((row) => html("tr", {}, row.map((cell, i) => html("td", { class: i < words ? "words" : null, "data-head": head[i] }, cell)))))));
+  html("thead", {}, html("tr", {}, head.map((cell, i) => html("th", { class: i < words ? "left" : null }, cell)))),
+  html("tbody", {}, rows.map((row) => html("tr", {}, row.map((cell, i) => html("td", { class: i < words ? "left" : null, "data-head": head[i] }, cell)))))));
 
 /** Returns a folded list of what each column is. pairs: [name, words]. */
 const glossary = (pairs) => html("details", {}, html("summary", { class: "soft" }, "What the columns are"),
@@ -104,43 +104,13 @@ function run() {
   ];
 }
 
-const WORDS = "Held-out accuracy of the finished runs in their last evaluation. Intervals are 95 %: they cover other seeds and other "
-  + "problems if an arm has several seeds, and other problems only if it has one. Differences are in percentage points, on the "
-  + "same problems; Holm's p-value corrects for the number of comparisons.";
+/** Goes to a section without a change of the address, which holds a choice. */
+const jump = (event) => {
+  event.preventDefault();
+  document.querySelector(event.target.getAttribute("href")).scrollIntoView();
+};
 
-function sweep() {
-  const { arms, metrics } = data;
-  const names = Object.keys(metrics);
-  const each = html("input", { type: "checkbox", id: "seeds", change: () => draw() });
-  const { place, picker, draw, switches } = curves(data.groups, names, (name) => chart(name, [
-    ...metrics[name].flatMap(({ seeds }, index) => (each.checked || [2, 3].includes(seeds.length) ? seeds.map((seed) => ({ ...seed, index, thin: true })) : [])),
-    ...metrics[name].map((band, index) => ({ ...band, index, label: arms[index] })),
-  ], data.span), (name) => metrics[name].flatMap(({ seeds }) => seeds.flatMap((seed) => seed.y.filter((value) => value != null))));
-  const per_cent = (value) => (100 * value).toFixed(1).replace("-", "−");
-  const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${per_cent(low)} to ${per_cent(high)}`));
-  const compared = data.table.map((row) => [row.arm, String(row.seeds), row.value == null ? "–" : html("span", {}, perCent(row.value), range(row.low, row.high)),
-    row.difference == null ? "–" : html("span", {}, per_cent(row.difference), range(row.difference_low, row.difference_high)),
-    row.p == null ? "–" : tell(row.p), row.p == null ? "–" : tell(row["p (Holm)"]), row.p == null ? "–" : `${row.better} / ${row.worse} / ${row.ties}`]);
-  const links = data.runs.map((one) => [one.link ? html("a", { href: one.link }, one.name) : one.name, one.arm, one.seed, one.status, one.error ?? "", tell(one.accuracy, "share")]);
-  const failed = data.runs.filter((one) => one.status !== "finished");
-  return [
-    section("arms", "Arms", html("p", { class: "soft" }, WORDS), table(["arm", "seeds", "held-out accuracy", "against the first arm", "p", "p (Holm)", "better / worse / ties"], compared)),
-    section("curves", "Curves", html("p", { class: "soft" }, "Mean over seeds. Two or three seeds are drawn as thin lines; from four on, a band is the 95 % interval over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys."),
-      legend(arms), html("div", { class: "row" }, html("label", {}, each, " every seed"), switches), place, picker),
-    section("runs", "Runs", failed.length ? html("p", { class: "bad" }, `${failed.length} of ${plural(data.runs.length, "run")} did not finish.`) : null,
-      table(["run", "arm", "seed", "status", "error", "accuracy"], links, 5)),
-  ];
-}
-
-function folder() {
-  const rows = data.runs.map((one) => [html("a", { href: one.link }, one.name), one.arm, one.seed ?? "–", one.status, one.started ?? "–", one.rollouts ?? "–", tell(one.accuracy, "share")]);
-  const evaluated = data.evaluations.map((one) => [one.name, one.of, one.started ?? "–", one.problems ?? "–", tell(one.accuracy, "share")]);
-  return [section("runs", "Runs", html("p", { class: "soft" }, "Pages are made when you open them. Accuracy is the latest held-out one. The second column has the settings that differ between the runs."),
-    table(["run", "differs in", "seed", "status", "started", "rollouts", "accuracy"], rows, 5)),
-    ...(evaluated.length ? [section("evaluations", "Evaluations", table(["folder", "policy", "started", "problems", "accuracy"], evaluated, 3))] : [])];
-}
-
-const sections = { run, sweep, folder }[data.kind]();
+const sections = { run, folder }[data.kind]();
 document.body.append(header(),
-  html("nav", { "aria-label": "sections" }, html("div", {}, sections.map((one) => html("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)))),
+  html("nav", { "aria-label": "sections" }, html("div", {}, sections.map((one) => html("a", { href: `#${one.id}`, click: data.kind === "folder" ? jump : null }, one.querySelector("h2").textContent)))),
   html("main", {}, ...sections, html("p", { class: "soft" }, `Written ${data.written} by python -m grpo.report.`)));

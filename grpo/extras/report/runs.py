@@ -1,8 +1,11 @@
 """Several runs as pandas tables: the jobs of a sweep, arms, means over seeds."""
 
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -12,9 +15,10 @@ from grpo.system.errors import UserError
 from grpo.system.metrics import about
 from grpo.system.ranges import flat
 
-# keys that may differ between runs of one arm
-SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "optim.skipped", "trainer.default_root_dir")
-SHOWN = ("callbacks", "logger", "hydra", "preflight")  # groups that may differ, too
+# keys that may differ between runs of one arm: of each command, not of what is learned
+SAME = ("ckpt_path", "output_dir", "replay", "trust", "max_time", "report", "forecast", "device")
+SAME += ("optim.skipped", "trainer.default_root_dir")
+SHOWN = ("callbacks", "logger", "hydra", "preflight", "resume", "export")  # groups that may differ, too
 
 
 def load(*paths: str | Path) -> list[Run]:
@@ -44,19 +48,97 @@ def latest(folder: str | Path = "outputs") -> Path:
     return found
 
 
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of all runs, evaluations and sweeps in a folder, at any depth, each sweep before its jobs."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if "config.yaml" in files:
+            folders.clear()  # what a run keeps is no run
+            yield Path(place)
+        elif is_sweep(Path(place)):
+            folders.clear()  # of jobs that had to start again
+            yield Path(place)
+            yield from (run.folder for run in load(place))
+
+
+def is_sweep(folder: Path) -> bool:
+    """Return whether a folder has jobs, of which one at least has begun."""
+    jobs = (file.parent.name for file in folder.glob("[0-9]*/config.yaml"))  # or runs named after their date
+    return not (folder / "config.yaml").is_file() and any(name.isdigit() for name in jobs)
+
+
+class Difference(NamedTuple):
+    """A setting in which runs differ. name: its key, or the group that chooses it. also: keys that differ with it.
+    values: its value in each run, None if the run does not have it."""
+
+    name: str
+    also: list[str]
+    values: dict[Run, Any]
+
+
+def counts(key: str) -> bool:
+    """Return whether a key matters for what a run learns: it is no seed, no folder of the run, and no way to show or check it."""
+    group = key.partition(".")[0]
+    return key not in SAME and group not in SHOWN and not key.endswith("seed") and "/" not in group
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Return the composed settings that count, by key. The run's own folder is written as RUN."""
+    own = str(run.config.get("output_dir") or "\0")
+    values = {key: value for key, value in flat(run.config).items() if counts(key)}
+    return {key: value.replace(own, "RUN") if isinstance(value, str) else value for key, value in values.items()}
+
+
+def classes(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return a number for each value, the same for equal ones: a, b, a become 0, 1, 0."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(str(value), len(numbers)) for value in values)
+
+
+def differences(runs: Sequence[Run]) -> list[Difference]:
+    """Return the settings that differ between the composed configurations of runs.
+
+    A group that was chosen (algo) or a key that was typed stands for what it explains: for keys that nobody typed and that have
+    one value wherever it has one. A key below it (algo.level) is its own first. Others that differ alike are one. A group whose
+    options are composed to the same settings is no difference.
+    """
+    begun = [run for run in runs if run.config]  # it may have failed before
+    composed = [settings(run) for run in begun]
+    said = [run.choices | run.overrides for run in begun]
+    typed = {key for run in begun for key in run.overrides}
+    differ = {key: classes(values.get(key) for values in composed) for key in dict.fromkeys(chain(*composed))}
+    differ = {key: numbers for key, numbers in differ.items() if max(numbers) > 0}
+    names = {name: classes(values.get(name) for values in said) for name in dict.fromkeys(chain(*said)) if counts(name)}
+    names = {name: numbers for name, numbers in names.items() if max(numbers) > 0}
+    columns: dict[str, list[str]] = {}
+    for key, numbers in differ.items():
+        explain = [name for name, of in names.items() if len({*zip(of, numbers, strict=True)}) == len({*of})]
+        explain.sort(key=lambda name: not key.startswith(f"{name}."))
+        alike = (name for name in columns if differ.get(name) == numbers)
+        name = key if key in typed else next(chain(explain, alike), key)
+        columns.setdefault(name, []).append(key)
+    found = []
+    for name, keys in columns.items():
+        known: dict[Any, Any] = {}  # the value that stands for runs with the same settings
+        alike = classes(zip(*(differ[key] for key in keys), strict=True))
+        values = {run: run.overrides.get(name) for run in runs}
+        for run, number, own, noted in zip(begun, alike, composed, said, strict=True):
+            values[run] = known.setdefault(number, own.get(name) if name in differ else noted.get(name))
+        found.append(Difference(name, [key for key in keys if key != name], values))
+    return found
+
+
 def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Group runs whose settings are equal except for the seed. The keys name the settings that differ, such as "algo=grpo"."""
     runs = list(runs)
-    overridden = any(run.overrides for run in runs)
-    settings = [run.overrides if overridden else flat(run.config) for run in runs]
-    begun = [values for run, values in zip(runs, settings, strict=True) if run.config]  # it may have failed before
-    names = dict.fromkeys(name for values in begun for name in values)
-    names = [name for name in names if not name.startswith(SHOWN) and name not in SAME]
-    keys = [name for name in names if len({str(values.get(name)) for values in begun}) > 1]
+    found = differences(runs)
     groups: dict[str, list[Run]] = {}
-    for run, values in zip(runs, settings, strict=True):
-        label = ", ".join(f"{key}={values[key]}" for key in keys if key in values)
-        groups.setdefault(label or ("default" if keys else "all runs"), []).append(run)
+    for run in runs:
+        values = {one.name: one.values[run] for one in found if one.values[run] is not None}
+        label = ", ".join(
+            f"{name}={value:.12g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+        )
+        groups.setdefault(label or ("default" if found else "all runs"), []).append(run)
     return groups
 
 

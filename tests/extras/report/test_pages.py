@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 from conftest import EXAMPLES
 
-from grpo.extras.report import page
+from grpo.extras.report import page, write_report
 from grpo.extras.report.callback import Report
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.comparison import arms_of, compare
+from grpo.extras.report.folder import answers, curves_of, folder_data, line
 from grpo.extras.report.run import embedded
-from grpo.extras.report.runs import arms, curves, load
+from grpo.extras.report.runs import arms, curves, differences, load
 from grpo.extras.report.serve import serve
-from grpo.extras.report.sweep import line
 from grpo.runs.run import Run
+from grpo.system.errors import UserError
 
 
 def copied(folder: Path, **manifest: object) -> Run:
@@ -27,6 +29,15 @@ def copied(folder: Path, **manifest: object) -> Run:
     shutil.copytree(EXAMPLES / "run", folder)
     noted = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(noted | manifest))
+    return Run(folder)
+
+
+def composed(folder: Path, config: dict, *typed: str, **choices: str) -> Run:
+    """Return a run that has only settings, what was typed, and what was chosen."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps({"output_dir": str(folder), "rollout": {}} | config))
+    (folder / "manifest.json").write_text(json.dumps({"status": "finished", "overrides": typed}))
+    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     return Run(folder)
 
 
@@ -61,9 +72,89 @@ def test_a_run_without_settings_or_overrides_tells_no_arms_apart(tmp_path):
     (tmp_path / "failed" / "manifest.json").write_text('{"status": "failed"}')
     runs = [copied(tmp_path / name, overrides=["algo=dapo", f"seed={name}"]) for name in "01"]
     assert {*arms([*runs, Run(tmp_path / "failed")])} == {"all runs"}
-    assert {*arms([*runs, copied(tmp_path / "plain", overrides=[])])} == {"algo=dapo", "default"}
+    assert {*arms([*runs, copied(tmp_path / "plain", overrides=[])])} == {"all runs"}  # its settings are the same
     found = curves(runs, "eval/accuracy")  # their configurations have one seed
     assert {*found["seed"]} == {"0, 0", "0, 1"}
+
+
+def test_what_differs_is_what_was_composed_not_what_was_typed(tmp_path):
+    """The same learning rate typed and by default, other seeds and folders, and two options with the same content."""
+    made = {"optim": {"lr": 1e-4}, "rollout": {"seed": 5}}
+    one = composed(tmp_path / "a", made | {"seed": 0, "engine": {"path": f"{tmp_path}/a/last"}}, algo="grpo")
+    other = made | {"seed": 1, "rollout": {"seed": 6}, "engine": {"path": f"{tmp_path}/b/last"}, "report": "live"}
+    two = composed(tmp_path / "b", other, "optim.lr=1e-4", "seed=1", algo="like_grpo")
+    assert differences([one, two]) == [] and {*arms([one, two])} == {"all runs"}
+
+
+def test_an_option_stands_for_the_settings_that_it_explains_and_hides_no_other(tmp_path):
+    """dapo changes algo.low and the selection; the rate was typed beside it; two unchosen keys differ alike."""
+    runs = []
+    for name, algo, rate, old in (("a", "grpo", 1e-4, 1), ("b", "dapo", 2e-4, 1), ("c", "dapo", 2e-4, 2)):
+        low, select = (0.2, None) if algo == "grpo" else (0.3, "varied")
+        config = {"algo": {"low": low}, "select": select, "optim": {"lr": rate}, "new": {"x": old, "y": 10 * old}}
+        runs.append(composed(tmp_path / name, config, f"optim.lr={rate}", algo=algo))
+    found = {one.name: (one.also, [*one.values.values()]) for one in differences(runs)}
+    assert found == {
+        "algo": (["algo.low", "select"], ["grpo", "dapo", "dapo"]),
+        "optim.lr": ([], [1e-4, 2e-4, 2e-4]),
+        "new.x": (["new.y"], [1, 1, 2]),
+    }
+    assert list(arms(runs)) == [f"algo={algo}, optim.lr={rate}, new.x={x}"
+        for algo, rate, x in (("grpo", 0.0001, 1), ("dapo", 0.0002, 1), ("dapo", 0.0002, 2))]  # fmt: skip
+
+
+def test_a_folder_holds_its_runs_their_comparisons_and_their_answers(tmp_path):
+    """Two arms; one of them has a seed twice, of which the newer run counts. And an evaluation, which has no page."""
+    verdicts = {"a": [False] * 4, "b": [True, True, True, False], "c": [False] * 4}
+    for name, right in verdicts.items():
+        run = composed(tmp_path / name, {"lr": 1 if name == "a" else 2, "seed": 0})
+        noted = run.manifest | {"started": f"2026-11-22T21:3{'acb'.index(name)}:17", "rollouts": 2}
+        (run.folder / "manifest.json").write_text(json.dumps(noted))
+        (run.folder / "metrics.csv").write_text(f"step,eval/accuracy\n0,0\n2,{sum(right) / 4}\n")
+        judged(run.folder, 2, right)
+    evaluation = tmp_path / "eval" / "2026-11-22_21-40-17"
+    evaluation.mkdir(parents=True)
+    (evaluation / "config.yaml").write_text("{model: {path: a/checkpoints/best}, compare: null}")
+    (evaluation / "metrics.json").write_text('{"eval/accuracy": {"value": 0.25, "low": 0.1, "high": 0.5, "n": 4}}')
+    data = folder_data(tmp_path, 6, tmp_path / "report.html")
+    assert [(run["name"], run["arm"], run["values"], run["accuracy"]) for run in data["runs"]] == [
+        ("b", 0, [2], 0.75), ("c", 0, [2], 0.0), ("a", 1, [1], 0.0),
+    ]  # fmt: skip
+    assert [(arm["label"], arm["seeds"], arm["value"]) for arm in data["arms"]] == [("lr=2", 1, 0.75), ("lr=1", 1, 0.0)]
+    (pair,) = data["pairs"].items()
+    assert pair[0] == "0 1" and (pair[1]["difference"], pair[1]["worse"], pair[1]["p"]) == (-0.75, 3, 0.25)
+    assert [(one["item"], [said["correct"] for said in one["said"].values()]) for one in data["problems"]] == [
+        ("0", [True, False, False]), ("1", [True, False, False]),
+    ]  # fmt: skip
+    assert data["asked"] == 4
+    (made,) = data["evaluations"]
+    assert (made["name"], made["of"], made["problems"], made["accuracy"]) == (
+        "eval/2026-11-22_21-40-17", "a/checkpoints/best", 4, 0.25,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="-17 is an evaluation, which has no page: its numbers are in metrics"):
+        write_report(evaluation)
+
+
+def test_answers_side_by_side_show_the_picture_of_their_problem(tmp_path):
+    run = judged(tmp_path, 2, [True])
+    file = tmp_path / "evaluations" / "000002.parquet"
+    messages = json.dumps(
+        [{"role": "user", "content": [{"type": "image", "image": "ab12"}, {"type": "text", "text": "How many?"}]}]
+    )
+    pd.read_parquet(file).assign(prompt="<image>How many?", messages=messages, turns=1).to_parquet(file)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "ab12.jpg").write_bytes(b"jpeg")
+    found = answers([run], 5)
+    assert found["problems"][0]["pictures"] == ["ab12"] and found["pictures"] == {
+        "ab12": "data:image/jpeg;base64,anBlZw=="
+    }
+
+
+def test_a_long_curve_has_fewer_points_on_the_page_of_all_runs_but_every_evaluation():
+    table = pd.DataFrame(
+        {"rollout/reward": range(11), "eval/accuracy": [0.5 if at == 7 else np.nan for at in range(11)]}
+    )
+    assert curves_of(table, 5)["x"] == [0, 5, 7, 10] and curves_of(table[:10], 5)["x"] == [0, 5, 7, 9]
 
 
 def test_a_sample_without_a_reward_is_no_change(tmp_path):
@@ -107,7 +198,7 @@ def test_the_server_shows_the_runs_of_its_folder_to_this_machine(tmp_path):
 def test_a_sweep_leads_to_its_runs_wherever_it_is(tmp_path):
     run = copied(tmp_path / "0")
     (tmp_path / "0" / "report.html").touch()
-    assert line(run, "a", tmp_path / "report.html")["link"] == "0/report.html"
+    assert line(run, tmp_path, tmp_path / "report.html")["link"] == "0/report.html"
 
 
 def test_the_page_of_a_failed_run_says_what_ended_it(tmp_path):

@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from conftest import EXAMPLES, compose_config
 
 from grpo.extras.report import plain, write_report
 from grpo.extras.report.callback import Report
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.run import evenly, run_title
-from grpo.extras.report.runs import arms, curves
-from grpo.extras.report.serve import index, serve
-from grpo.runs.run import Run
-from grpo.system.errors import UserError
+from grpo.extras.report.serve import serve
+from grpo.extras.report.statistics import holm
+from grpo.runs.run import Run, read_yaml
 from train import train
 
 CHROMIUM = shutil.which("chromium")
@@ -391,16 +391,90 @@ def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
     assert difference == pytest.approx(50 * (last[2] + last[3] - last[0] - last[1]), abs=0.06)
 
     runs = table(page, "runs")
-    assert [row[0] for row in runs] == ["0", "1", "4", "2", "3"]
-    assert runs[2][3] == "failed" and "the disk is full" in runs[2][4]
+    assert [row[1] for row in runs] == ["0", "1", "2", "3", "4"]
+    assert (
+        runs[4][2] == "failed"
+        and "the disk is full" in runs[4][3]
+        and [row[4] for row in runs[1:3]] == ["grpo", "dr_grpo"]
+    )
     figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
     assert figure.locator(".curve").count() == 7  # two means, and five seeds in lines
     assert figure.locator("path[opacity='0.16']").count() == 0  # a band needs four seeds
-    page.locator("#runs a", has_text="4").click()
+    page.locator("#list a", has_text="4").click()
     assert page.locator("h1 + .pill").inner_text() == "failed"
     assert "the disk is full" in page.locator("header .bad").last.inner_text()
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400  # nothing sticks out of a narrow screen
+
+
+@needs_browser
+def test_runs_are_filtered_sorted_and_chosen_and_the_address_holds_it(browser, page, tmp_path):
+    """Three learning rates; the highest one has two seeds, and a name that is HTML."""
+    evil = "<img src=x onerror=owned=1>"
+    for name, rate, seed in (("a", 1e-3, 0), ("b", 2e-4, 0), (evil, 1e-2, 0), ("d", 1e-2, 1)):
+        shutil.copytree(EXAMPLES / "run", tmp_path / name)
+        config = read_yaml((tmp_path / name / "config.yaml").read_text()) | {"seed": seed}
+        config["optim"]["optimizer"]["lr"] = rate
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "report.html").write_text("")
+    page.goto(write_report(tmp_path).as_uri())
+
+    def names() -> list[str]:
+        return [row[1] for row in table(page, "runs")]
+
+    assert page.locator("#list thead th").all_inner_texts()[1:5] == ["run", "status", "lr", "seed"]
+    page.locator("[data-sort='optim.optimizer.lr']").click()
+    assert names() == ["b", "a", evil, "d"]
+    page.locator("[data-sort='optim.optimizer.lr']").click()
+    assert names() == [evil, "d", "a", "b"]
+    for said, found in (
+        ("lr=0.010", [evil, "d"]),
+        ("lr<5e-3 seed=0", ["a", "b"]),
+        ("lr!=0.01 B", ["b"]),
+        ("algo=none", []),
+    ):
+        page.locator("#filter").fill(said)
+        assert (said, names()) == (said, [name for name in [evil, "d", "a", "b"] if name in found])
+    page.locator("#filter").fill("lr>5e-4")
+    page.locator("#only").click()
+    assert page.locator("#count").inner_text() == "3 of 4 runs, 3 chosen"
+    page.get_by_label("choose d").uncheck()
+    page.locator("#against").select_option(label="optim.optimizer.lr=0.001")
+    page.get_by_label("log scale").check()
+    compared = table(page, "arms")
+    assert [row[:2] for row in compared] == [["optim.optimizer.lr=0.01", "2"], ["optim.optimizer.lr=0.001", "1"]]
+    assert (
+        compared[0][3].startswith("0.0") and compared[1][3] == "\N{EN DASH}"
+    )  # the second is what the others are compared with
+    figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
+    assert figure.locator(".curve").count() == 2
+    answers = page.locator(".answers .text").all_inner_texts()
+    assert len(answers) == 2 and answers[0] == answers[1]
+
+    with browser.new_context() as another:
+        other = another.new_page()
+        other.goto(page.url)
+        for seen in (other, page):
+            page.reload()
+            assert seen.locator("#filter").input_value() == "lr>5e-4" and seen.locator("#log").is_checked()
+            assert [box.is_checked() for box in seen.locator("#list tbody input").all()] == [True, False, True]
+            assert seen.locator("#against option:checked").inner_text() == "optim.optimizer.lr=0.001"
+            assert seen.locator("#list thead [aria-sort=descending]").inner_text() == "lr ▼"
+    assert page.locator("img").count() == 0 and page.evaluate("window.owned") is None
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+    assert page.evaluate("holm([0.04, 0.01, 0.03])") == pytest.approx(holm([0.04, 0.01, 0.03]))
+    curves = [{"curves": {"x": [2], "y": {"lr": [value]}}} for value in (1, 2, 3, 4)]
+    page.evaluate("data.t = [12.706, 4.3027, 3.1824]")
+    band = page.evaluate("(runs) => over(runs, 'lr')", curves)  # 2.5 +- 3.1824 sqrt(5/3 / 4)
+    assert band["y"] == [2.5] and [*band["low"], *band["high"]] == pytest.approx([0.4458, 4.5542], abs=1e-4)
+    labels = "([ys, unit]) => axisLabels(ys, unit, true)"
+    shown = [page.evaluate(labels, [some, "bytes"]) for some in ([8.2e8, 8.25e8, 8.3e8], [12.3e9, 12.35e9])]
+    assert [[label.replace("\N{NO-BREAK SPACE}", " ") for label in some] for some in shown] == [
+        ["820 MB", "825 MB", "830 MB"], ["12.30 GB", "12.35 GB"],
+    ]  # fmt: skip
+    assert page.evaluate(labels, [[-0.5, 0, 0.5], "number"]) == ["\N{MINUS SIGN}0.5", "0.0", "0.5"]
 
 
 def embedded(file: Path) -> dict:
@@ -437,59 +511,6 @@ def test_a_page_that_cannot_be_written_ends_no_run(smoke, tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
     assert line.startswith("no report.html (UserError: ") and "has no metrics.csv" in line
     assert not (tmp_path / "report.html").exists() and (tmp_path / "config.yaml").exists()
-
-
-def test_a_folder_says_what_differs_and_which_are_evaluations(tmp_path):
-    """Two runs that differ in a setting and in the seed, and an evaluation of one of them, which is no run and has no page."""
-    for name, more in (("a", {"seed": 0}), ("b", {"seed": 1, "overrides": ["algo=dapo", "hydra.run.dir=b"]})):
-        shutil.copytree(EXAMPLES / "run", tmp_path / "runs" / name)
-        file, settings = tmp_path / "runs" / name / "manifest.json", tmp_path / "runs" / name / "config.yaml"
-        manifest = json.loads(file.read_text()) | {
-            "started": f"2026-11-22T21:3{more['seed']}:17",
-            "overrides": ["algo=grpo"],
-        }
-        file.write_text(json.dumps(manifest | more))
-        settings.write_text(settings.read_text().replace("seed: 0", f"seed: {more['seed']}", 1))
-    evaluation = tmp_path / "runs" / "eval"
-    evaluation.mkdir()
-    made = tmp_path / "runs" / "made"
-    shutil.copytree(evaluation, made)
-    (made / "config.yaml").write_text("{model: {path: {_target_: grpo.make}}, compare: null}")
-    (made / "metrics.json").write_text("{}")
-    (evaluation / "config.yaml").write_text("{model: {path: a/checkpoints/best}, compare: null}")
-    (evaluation / "metrics.json").write_text('{"eval/accuracy": {"value": 0.25, "low": 0.1, "high": 0.5, "n": 4}}')
-    data = json.loads(index(tmp_path / "runs").partition('id="data">')[2].partition("</script>")[0])
-    assert data["name"] == f"All runs in {tmp_path}/runs"
-    told = [(run["name"], run["arm"], run["seed"], run["status"]) for run in data["runs"]]
-    assert told == [("b", "algo=dapo", "1", "finished"), ("a", "algo=grpo", "0", "finished")]
-    made, one = sorted(data["evaluations"], key=lambda each: each["name"], reverse=True)
-    assert made["of"] == "grpo.make"
-    assert one == {
-        "name": "eval",
-        "started": None,
-        "of": "a/checkpoints/best",
-        "problems": 4,
-        "accuracy": 0.25,
-    }
-    with pytest.raises(
-        UserError, match=f"{evaluation} is an evaluation, which has no page: its numbers are in metrics"
-    ):
-        write_report(evaluation)
-
-
-def test_a_run_as_it_comes_is_an_arm_of_its_own(tmp_path):
-    """Nothing was typed for the first; the second has algo=dapo; a third, of the same command, has another seed."""
-    for name, overrides in (("a", []), ("b", ["algo=dapo"]), ("c", ["algo=dapo", "seed=1"])):
-        shutil.copytree(EXAMPLES / "run", tmp_path / name)
-        file = tmp_path / name / "manifest.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"overrides": overrides}))
-    found = arms([Run(tmp_path / name) for name in "abc"])
-    assert {arm: [run.folder.name for run in runs] for arm, runs in found.items()} == {
-        "default": ["a"],
-        "algo=dapo": ["b", "c"],
-    }
-    found = curves([Run(tmp_path / name) for name in "bc"], "eval/accuracy")  # their configurations have one seed
-    assert {*found["seed"]} == {"0, b", "0, c"} and not found.duplicated(["seed", "rollouts"]).any()
 
 
 def test_a_title_names_the_file_of_the_rows(tmp_path):
