@@ -85,7 +85,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> tuple[float | No
     trainer = instantiate(config.trainer)(callbacks=callbacks, logger=loggers, needs=sizes.needed)
     optim, parts = sizes.fitted(optim, trainer)
     forecast = of_appendix("forecast.forecast.forecast", no_forecast)
-    kernels.parts = preflight.parts = forecast(sizes, trainer, parts, shown=bool(config.forecast) and first)
+    kernels.parts = preflight.parts = forecast(sizes, trainer, parts, shown=first and config.forecast)
     if config.forecast == "only":
         return None, None
     save_config(config)

@@ -21,6 +21,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.apps.leave_early import leave_early
+from grpo.apps.pipes import quiet_pipe
 from grpo.config.appendix import of_appendix
 from grpo.config.composing import composed, with_new_names
 from grpo.config.early import check_early, check_unused, without_grader
@@ -41,8 +42,9 @@ from grpo.env.types import Task
 from grpo.system import exits
 from grpo.system.errors import UserError
 from grpo.system.files import FULL, write_text
-from grpo.system.output.console import quiet_pipe, to_logs
+from grpo.system.output.console import SCREENS, busy, to_logs
 from grpo.system.output.secrets import guard_logs, hidden, learn, masked_argument, masked_values
+from grpo.system.output.users_code import from_here
 from grpo.system.ranges import flat
 
 if TYPE_CHECKING:  # --help needs no torch
@@ -81,7 +83,8 @@ def run(main: Callable[[], object], config_name: str) -> None:
         sys.argv[1:] = add_saved_overrides(sys.argv[1:])
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             sys.argv.append("hydra.output_subdir=null")  # the first process writes Hydra's record
-    with one_line_errors(config_name), of_appendix("sweep.sweep.reported", nullcontext)():
+    screen = of_appendix("terminal.screen.screen", nullcontext)(os.environ.get(rank_variable(), "0") == "0")
+    with screen, one_line_errors(config_name), of_appendix("sweep.sweep.reported", nullcontext)():
         arguments = parsed()
         if arguments.help:
             from grpo.config.overview import help_text
@@ -91,7 +94,8 @@ def run(main: Callable[[], object], config_name: str) -> None:
             exits.watch()
             if config_name in EARLY and not arguments.multirun:
                 leave_early(EARLY[config_name])
-            main()
+            with busy("working") if config_name == "train" else nullcontext():
+                main()
 
 
 def parsed() -> Namespace:
@@ -139,22 +143,26 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             to_logs(format_exc())
             raise
         mistake = next((cause for cause in chain(error) if isinstance(cause, UserError)), UserError())
-        print(f"{mistake.kind}{hidden(line)}", file=sys.stderr)
         hydra = HydraConfig.instance().cfg
         folder = None if hydra is None else OmegaConf.select(hydra, "hydra.runtime.output_dir")
         if folder and not rank_variable():
             remove_unused(Path(folder))
-        to_logs(f"{mistake.kind}{line}")
+        print(f"{mistake.kind}{hidden(line)}", file=sys.stderr)
+        if not SCREENS:  # which write to the log, too
+            to_logs(f"{mistake.kind}{line}")
         sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the folder of a run that ended before it wrote anything: Hydra makes one, with its record and an empty log."""
+    """Remove the folder of a run that ended before it wrote anything: Hydra makes one, with its record and a log, which says at
+    most that the run begins."""
     files = [file for file in folder.iterdir() if file.name != ".hydra"] if folder.is_dir() else []
-    if all(file.name.endswith(".log") and not file.stat().st_size for file in files):
-        rmtree(folder, ignore_errors=True)
+    if all(file.name.endswith(".log") for file in files):
+        said = [line for file in files for line in file.read_bytes().splitlines()]
+        if all(b"training: " in line for line in said):  # of `announced`
+            rmtree(folder, ignore_errors=True)
 
 
 def rank_variable() -> str:
@@ -285,7 +293,7 @@ def announced(config: DictConfig, overrides: Sequence[str] | None = None) -> Dic
     if shows:
         chosen = HydraConfig.get().runtime.choices if overrides is None else {}
         what = "".join(f" {group}={chosen[group]}" for group in ("task", "model", "algo") if group in chosen)
-        print(f"training{':' if what else ''}{what}, written to {config.output_dir}", flush=True)
+        print(f"training{':' if what else ''}{what}, written to {from_here(config.output_dir)}", flush=True)
         if ungraded:
             print(ungraded, flush=True)
     return config

@@ -12,6 +12,7 @@ from grpo.env.messages import Message
 from grpo.env.types import Example, SingleTurn, Split, Task
 from grpo.evaluation.evaluator import Evaluator
 from grpo.system.errors import MissingRows, UserError
+from grpo.system.output.console import busy
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Questions:
         return SingleTurn((Message("user", example["prompt"]),))
 
 
+@busy("reading the rows")
 def with_rows(task: Task | None, evaluator: Evaluator, config: DictConfig, trains: bool) -> tuple[Any, dict[str, Any]]:
     """Return the task, and its splits as `Evaluator.loaded` does. If the rows are out of reach, a forecast gets made-up ones, and
     others raise MissingRows. Code of the user's plays a made-up episode (`try_task`). trains: whether the run plays episodes of

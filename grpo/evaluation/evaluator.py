@@ -20,6 +20,7 @@ from grpo.rollout.episodes import Play, play
 from grpo.rollout.samples_table import records
 from grpo.rollout.types import Group, Limits
 from grpo.system.errors import RewardError, RolloutError, UserError
+from grpo.system.output.console import busy
 from grpo.system.ranges import Count, Whole, enforced
 from grpo.system.seeds import EVALUATION, derive_seed
 
@@ -133,6 +134,7 @@ class Evaluator:
                 raise
             return error.groups  # all environments of a later batch failed, which may be of one example
 
+    @busy("evaluating the policy")
     def __call__(
         self,
         task: Task,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo.system.errors import UserError
+from grpo.system.output.console import busy
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def first_said(what: str, said: bool = False) -> Iterator[None]:
     """Log before a `with` block what it does, and afterwards how long that took: it may take minutes. said: not again."""
     level, begun = logging.DEBUG if said else logging.INFO, time.perf_counter()
     log.log(level, "%s: this may take minutes", what)
-    yield
+    with busy(what):
+        yield
     log.log(level, "%s: done in %.0f s", what, time.perf_counter() - begun)
 
 

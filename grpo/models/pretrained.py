@@ -17,6 +17,7 @@ from grpo.models.adapted import dequantize
 from grpo.models.language import is_multimodal, learning, loader_of
 from grpo.system.errors import UserError
 from grpo.system.loading import STRICT, finite, fully_loaded
+from grpo.system.output.console import busy
 from grpo.system.ranges import enforced
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class Pretrained:
         model = loader_of(config).from_config(config, **settings, trust_remote_code=self.trust_remote_code)
         return self._ready(model.eval())
 
+    @busy("loading the model")
     def model(self, mapped: bool = False) -> nn.Module:
         """Return the model in evaluation mode, in which it is trained too: dropout would make trainer and
         engine disagree.

@@ -137,8 +137,8 @@ def test_no_file_of_a_run_has_a_secret(smoke, tmp_path):
     assert [
         str(path) for path in files if b"planted" in path.read_bytes() and (path.parent.name, path.suffix) not in OWN
     ] == []
-    said = (folder / "train.log").read_text()  # all that the terminal showed
-    assert "***" in said and "\nafter 0: " in said and "\nplan: 1 rollout" in said and "the run" in said
+    said = (folder / "train.log").read_text()  # all that the terminal showed, with the time
+    assert "***" in said and " after 0: " in said and " plan: 1 rollout" in said and "the run" in said
     assert "${oc.env:PLAIN}" in (folder / "config.yaml").read_text()
     card = (folder / "checkpoints" / "last" / "README.md").read_text()
     assert "<script>" not in card.replace(card[card.index("```\npython") :], "") and "***" in card

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ import torch
 from filelock import FileLock, Timeout
 from hydra.utils import instantiate
 from platformdirs import user_cache_path
-from rich.progress import track
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import Parameter
@@ -36,6 +34,7 @@ from grpo.env.messages import Message
 from grpo.env.types import State
 from grpo.system.errors import UserError
 from grpo.system.files import write_json
+from grpo.system.output.console import busy
 from grpo.system.ranges import Positive, Share, Whole
 
 RECIPE = 3  # increase it when a change of this file changes the model
@@ -192,13 +191,14 @@ def fit(model: LlamaForCausalLM, rows: list[Row], optimizers: list[torch.optim.O
     """Train for one pass over the rows. Learning rates rise over WARM_UP steps, then fall linearly to 0."""
     steps = math.ceil(len(rows) / BATCH)
     schedules = [LambdaLR(o, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)) for o in optimizers]
-    bar = {"total": steps, "transient": True, "disable": not sys.stdout.isatty()}
-    for ids, answer in track(batches(rows, model.config.pad_token_id, seed), "warm start", **bar):
-        answer_loss(model, ids, answer).backward()
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+    with busy("warm start", steps) as step:
+        for ids, answer in batches(rows, model.config.pad_token_id, seed):
+            answer_loss(model, ids, answer).backward()
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            step()
 
 
 def warm_start(

@@ -5,12 +5,15 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.apps.cli import one_line_errors, quiet
+from grpo.config.appendix import of_appendix
 from grpo.system.errors import UserError, one_line
+from grpo.system.output.console import busy
 
 if TYPE_CHECKING:  # imported in the functions, since --help and a mistyped argument need neither torch nor transformers
     from huggingface_hub import EvalResult, ModelCard
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     card.data.library_name = "peft" if adapter else "transformers"
     for name, value in ({"license": options.license} if options.license else licence_of(run, base)).items():
         setattr(card.data, name, value)
-    with new_folder(out) as folder:
+    with of_appendix("terminal.screen.screen", nullcontext)(), busy("exporting the policy"), new_folder(out) as folder:
         whole = options.dtype or (options.merge and base != str(policy))
         left = shutil.ignore_patterns("*.safetensors*", "adapter_*") if whole else None
         shutil.copytree(policy, folder, dirs_exist_ok=True, ignore=left)

@@ -10,15 +10,18 @@ from grpo.extras.forecast.limits import CPU, host_limit, limit_of, to_fill
 from grpo.extras.forecast.parts import LATER, Part, at_peak, human, in_phases
 from grpo.extras.forecast.sizes import Sizes
 from grpo.system import memory
+from grpo.system.output.console import to_logs
 
 log = logging.getLogger(__name__)
 
+SPARE = 0.5  # of a memory; the parts of a run that takes less are in the log file alone
 
-def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, shown: bool = True) -> list[Part]:
+
+def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, shown: bool | str = True) -> list[Part]:
     """Log one line per memory (device, CPU), and a warning if it may be too small. Returns the parts; none if unknown.
 
     An engine that may choose how much it takes (`fit`) is given what the run leaves. parts: if they have been counted. shown:
-    whether to log.
+    whether to log; "only": this is all that was asked for.
     """
     device, card = trainer.strategy.root_device, getattr(trainer, "card", None)
     fit = getattr(sizes.engine, "fit", None) if device.type == "cuda" else None
@@ -49,12 +52,12 @@ def forecast(sizes: Sizes, trainer: L.Trainer, parts: list[Part] | None = None, 
         most = {phase: now + size for phase, size in in_phases(held).items()}
         table = ", ".join(f"{part.name} {human(part.size)}" for part in [Part("so far", now), *held])
         name = card.name if card and place == device else place
-        log.info(
-            "memory: %s in an update, %s in a rollout, of %s on %s: %s",
-            *map(human, [*most.values(), limit]),
-            name,
-            table,
-        )
+        line = "memory: {} in an update, {} in a rollout, of {}".format(*map(human, [*most.values(), limit]))
+        detailed = f"{line} on {name}: {table}"
+        short = shown != "only" and not card and limit is not None and max(most.values()) < SPARE * limit
+        log.info("%s", f"{line} on {name}" if short else detailed)
+        if short:
+            to_logs(detailed)
         for phase, size in most.items() if limit is not None else ():
             if size > limit:
                 fits = False

@@ -13,6 +13,7 @@ from grpo.extras.kernels.liger import LIGER, is_installed, takes_liger, use_lige
 from grpo.models import packing, token_scores
 from grpo.models.compiled import first_said
 from grpo.models.pretrained import Kernels
+from grpo.system.output.console import to_logs
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class KernelsCallback(L.Callback):
         self.used = tuple(kernel for kernel, used in ((FLEX, FLEX in of_attention), (LIGER, layers)) if used)
         if self.used or on_gpu:
             module.at_once = WithoutKernels(module.at_once.most, self.used, self.recount)
-        log.info("kernels: %s", ", ".join(f"{part} {name}" for part, name in self.found.items()))
+        line = f"kernels: {', '.join(f'{part} {name}' for part, name in self.found.items())}"
+        (log.info if self.used or on_gpu else to_logs)(line)  # a CPU has no choice
         self.recount()
 
     def recount(self) -> None:

@@ -1,7 +1,8 @@
-"""PreflightCallback: runs the checks before the first rollout, shows verdicts and plan, and stops a run that fails a check."""
+"""PreflightCallback: runs the checks before the first rollout, says how they ended and the plan, and stops a run that fails."""
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -22,8 +23,8 @@ from grpo.extras.preflight.plan import RunPlan, plan_of
 from grpo.extras.preflight.probe import Probe
 from grpo.rollout.draw import is_source
 from grpo.system import distributed
-from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory
-from grpo.system.output.console import console
+from grpo.system.errors import PreflightError, StopError, UserError, error_line, lacks_memory, plural
+from grpo.system.output.console import busy, console, to_logs
 from grpo.system.ranges import require
 from grpo.system.seeds import everything, set_everything
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -97,12 +98,16 @@ class PreflightCallback(L.Callback):
                     start = -time.perf_counter()
                     self.rollout.sync()
                     start += time.perf_counter()
-                for name, check in checks.items():
-                    self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
-                    self.rollout.rounding = vars(probe).get("bound")
-                    self.noted()
-                    show_verdict(name, self.verdicts[name])  # at once: on a large model the checks take minutes
-                self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
+                with busy("preflight", len(checks)) as step:
+                    for name, check in checks.items():
+                        self.verdicts[name] = WAIVED if name in self.waived else agreed(outcome(check, probe))
+                        self.rollout.rounding = vars(probe).get("bound")
+                        self.noted()
+                        # at once: on a large model the checks take minutes
+                        show_verdict(name, self.verdicts[name], self.mode == "only")
+                        step()
+                with busy("measuring the plan"):
+                    self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
         except StopError as error:
             error.saves = False  # weights may be moved: without a checkpoint the run begins anew
             raise
@@ -117,7 +122,10 @@ class PreflightCallback(L.Callback):
         """Print the time of the checks and of the plan, and the plan. start: seconds until the engine had the weights."""
         if self.verdicts:
             parts = {"the engine's start": start} | {name: v.seconds for name, v in self.verdicts.items()}
-            console().print(f"preflight: {probe.allowance.line(parts)}", soft_wrap=True, highlight=False)
+            spent = probe.allowance.line(parts)
+            line = f"preflight: {verdicts_counted(self.verdicts, spent.partition(',')[0])}"
+            console().print(line, soft_wrap=True, highlight=False)
+            to_logs(f"preflight: {spent}")
         for line in self.plan.lines():
             console().print(line, soft_wrap=True, highlight=False)
 
@@ -181,10 +189,21 @@ def outcome(check: Callable[[Probe], Checked], probe: Probe) -> Checked:
 
 
 @rank_zero_only
-def show_verdict(name: str, verdict: Checked) -> None:
-    """Print a verdict as a line, with what to do about it as a second one."""
+def show_verdict(name: str, verdict: Checked, asked: bool = False) -> None:
+    """Print a verdict as a line, with what to do about it as a second one: in the log, and on the terminal if the checks are all
+    that was asked for, or memory ran out. `act_on_verdicts` says in both what failed, and what a warning is for."""
     color = {"PASS": "green", "FAIL": "bold red", "SKIP": "dim"}.get(verdict.result, "yellow")
     words = f"[{color}]{verdict.result}[/] {name}, {verdict.seconds:.1f} s: {escape(verdict.compared)}"
     if verdict.remedy:
         words += f"\n     {escape(verdict.remedy)}"
-    console().print(words, soft_wrap=True, highlight=False)
+    out = console()
+    say = out.print if asked or (verdict.result == "SKIP" and verdict.remedy) else out.keep
+    say(words, soft_wrap=True, highlight=False)
+
+
+def verdicts_counted(verdicts: Mapping[str, Checked], took: str) -> str:
+    """Return how many checks there were, how long they took, and how they ended."""
+    counts = Counter(verdict.result for verdict in verdicts.values())
+    said = {"PASS": "passed", "FAIL": "failed", "WARN": "with a warning", "SKIP": "do not apply", "WAIVED": "left out"}
+    ended = [f"{counts[result]} {words}" for result, words in said.items() if counts[result]]
+    return f"{plural(len(verdicts), 'check')} in {took}: {', '.join(ended)}"

@@ -24,11 +24,14 @@ from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
+from grpo.system.output.console import busy
 
 NEEDS = ("health",)  # warnings
+PROGRAMS = ("plots",)
 SAMPLES = 2000
 
 
+@busy("writing the report")
 def write_report(
     folder: str | Path,
     out: str | Path | None = None,

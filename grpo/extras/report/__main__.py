@@ -4,10 +4,10 @@ import argparse
 import sys
 from contextlib import suppress
 
+from grpo.apps.pipes import quiet_pipe
 from grpo.extras.report import SAMPLES, write_report
 from grpo.extras.report.serve import serve
 from grpo.system.errors import UserError
-from grpo.system.output.console import quiet_pipe
 
 
 def main() -> None:

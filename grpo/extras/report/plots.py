@@ -7,9 +7,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from grpo.apps.pipes import quiet_pipe
 from grpo.extras.report.runs import load
 from grpo.system.errors import UserError
-from grpo.system.output.console import quiet_pipe
 
 
 def main(arguments: Sequence[str]) -> None:

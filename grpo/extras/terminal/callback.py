@@ -10,8 +10,8 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from grpo.env.messages import in_a_text
@@ -20,12 +20,15 @@ from grpo.evaluation.intervals import Estimate
 from grpo.extras.health.callback import Health
 from grpo.extras.health.waiting import about_waits
 from grpo.extras.terminal.evaluations import history, result_lines, sparkline
-from grpo.extras.terminal.summary import NEEDED, clock, summary
+from grpo.extras.terminal.screen import Screen
+from grpo.extras.terminal.summary import NEEDED, clock, in_short, panel, summary
 from grpo.rollout.types import Sample
 from grpo.system.calls import SPENT
+from grpo.system.errors import plural
 from grpo.system.files import LOST
 from grpo.system.metrics import percent, require_metric, written
-from grpo.system.output.console import console
+from grpo.system.output.console import SCREENS, Logged, console, to_logs
+from grpo.system.output.users_code import from_here
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.checkpoint import Checkpoint
@@ -70,12 +73,13 @@ def without_lines(shown: RenderableType) -> RenderableType:
     return shown
 
 
-LEFT = ("metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoints/last.ckpt")
+LEFT = ("train.log", "metrics.csv", "rollouts", "evaluations", "checkpoints/best", "checkpoints/last.ckpt")
 
 
 class Terminal(L.Callback):
     """Shows a run in the terminal: a line for each evaluation, and below the lines the newest rollout and a sparkline of held-out
-    accuracy, which change in place. Output that is no terminal gets plain lines.
+    accuracy, which change in place. Output that is no terminal gets plain lines. The tables of all evaluations and times are in
+    the log alone, and the summary is in both.
 
     folder: the run's folder. num_rollouts: length of the run. samples: completions shown at the start and at the end.
     samples_every: rollouts between further completions; 0: none in between. every: if the output is not a terminal, rollouts
@@ -86,7 +90,7 @@ class Terminal(L.Callback):
         self,
         folder: str,
         num_rollouts: Count,
-        samples: Whole = 2,
+        samples: Whole = 1,
         samples_every: Whole = 0,
         every: Whole = 10,
         columns: Sequence[str] = (),
@@ -98,7 +102,8 @@ class Terminal(L.Callback):
         self.console = console()
         self.learned: list[Mapping[str, float]] = []  # metrics of this process's rollouts
         self.evaluations: dict[int, Evaluation] = {}  # by rollouts learned from, without their samples
-        self.progress = Live(Text("first rollout ..."), console=self.console, transient=True, auto_refresh=False)
+        self.screen: Screen | None = None  # during the run
+        self.own: Screen | None = None  # that of a run from Python, which has none
         self.last: RolloutBatch | None = None
         self.begun = time.perf_counter()
         self.seconds, self.spent = 0.0, {}  # of the run that this one resumes
@@ -129,22 +134,31 @@ class Terminal(L.Callback):
         self.begun = time.perf_counter() - self.seconds
         SPENT.clear()
         SPENT.update(self.spent)
-        if self.console.is_terminal:
-            self.progress.start(refresh=True)
+        if not SCREENS:
+            self.own = Screen().start()
+        self.screen = SCREENS[-1]
+        self.console = self.screen.console
+        self.screen.doing("getting ready")
 
     @rank_zero_only
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Print the evaluation before training, which EvaluationCallback has just made."""
         for evaluation in callbacks_of(trainer.callbacks, EvaluationCallback):
             self.note(evaluation.first)
+        self.doing("playing the first rollout")
 
-    on_train_end = on_train_start  # the evaluation of a run that has ended early
+    @rank_zero_only
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Print the evaluation of a run that has ended early."""
+        self.on_train_start(trainer, module)
+        self.doing("finishing")
 
     @rank_zero_only
     def on_train_batch_start(self, trainer, module, batch: RolloutBatch, batch_idx: int) -> None:
         if self.last is None:
             self.show(batch)
         self.note(batch.evaluations)
+        self.doing(f"learning from rollout {batch.rollout + 1}")
 
     @rank_zero_only
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
@@ -155,13 +169,21 @@ class Terminal(L.Callback):
         per_rollout = (time.perf_counter() - self.begun) / len(self.learned)
         left = per_rollout * (self.num_rollouts - rollout)
         line = f"{rollout}/{self.num_rollouts}  {status(batch.metrics, left, self.columns)}"
-        self.progress.update(self.in_place(line), refresh=self.console.is_terminal)
+        if self.screen:
+            self.screen.status = self.in_place(line)
+            self.screen.tick()
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
-        if due and not self.console.is_terminal:
-            self.line(f"rollout {line}")
+        if due:
+            to_logs(f"rollout {line}") if self.console.is_terminal else self.line(f"rollout {line}")
         between = not first and rollout < self.num_rollouts
         if between and self.samples_every and rollout % self.samples_every == 0:
             self.show(batch)
+        self.doing(f"playing rollout {rollout + 1}" if rollout < self.num_rollouts else "finishing")
+
+    def doing(self, words: str) -> None:
+        """Name what the run is doing, for a bar if that takes long."""
+        if self.screen:
+            self.screen.doing(words)
 
     def note(self, evaluations: Sequence[Evaluation]) -> None:
         """Print the new ones among the evaluations, and keep their numbers."""
@@ -192,33 +214,52 @@ class Terminal(L.Callback):
 
     @rank_zero_only
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.progress.stop()
+        self.away()
         if self.last is not None:
             self.show(self.last)
         evaluations = list(self.evaluations.values())
         if evaluations:
-            self.draw(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
+            self.keep(history([(evaluation.rollout, evaluation.metrics) for evaluation in evaluations]))
         if self.learned:
             warned = [name for health in callbacks_of(trainer.callbacks, Health) for name in health.warned()]
             warned += ["not written: " + ", ".join(Path(name).name for name in LOST)] if LOST else []
             saving = callbacks_of(trainer.callbacks, Checkpoint)
             seconds, saved = time.perf_counter() - self.begun, sum(callback.seconds for callback in saving)
             lost = {rollouts for callback in saving for rollouts in callback.lost}
-            table = summary(self.learned, evaluations, seconds, warned, saved, SPENT, lost)
+            found = summary(self.learned, evaluations, seconds, warned, saved, SPENT, lost)
             for chosen in (callback.chosen for callback in saving if callback.chosen):
-                table.add_row("checkpoints/best", chosen)
-            self.draw(table)
+                found["checkpoints/best"] = chosen
+            table = Table("the run", "", show_header=False)
+            for row in found.items():
+                table.add_row(*row)
+            self.keep(table)
+            self.draw(panel(in_short(found), f"the run: {plural(len(self.learned), 'rollout')} in {clock(seconds)}"))
             for rollout in callbacks_of(trainer.callbacks, RolloutCallback):
                 plan, apart = rollout.plan, getattr(rollout.engine, "apart", False)
                 for line in about_waits(self.learned, plan.ahead, apart, plan.order):
                     self.line(line)
         left = [name for name in LEFT if (self.folder / name).exists()]
-        self.line(f"written to {self.folder}: {', '.join(left)}")
+        self.line(f"written to {from_here(self.folder)}: {', '.join(left)}")
         if "checkpoints/best" in left:
-            self.line(f"the best policy on all test examples:\npython eval.py {shlex.quote(f'run={self.folder}')}")
+            command = f"python eval.py {shlex.quote(f'run={from_here(self.folder)}')}"
+            self.line(f"the best policy on all test examples: {command}")
         if (page := self.folder / "report.html").exists():
             self.line(page.resolve().as_uri())
 
+    def keep(self, table: RenderableType) -> None:
+        """Print a table to the log alone."""
+        if isinstance(self.console, Logged):
+            self.console.keep(table)
+
+    def away(self) -> None:
+        """Leave nothing that changes in place."""
+        if self.screen:
+            self.screen.status = None
+            self.screen.tick()
+        if self.own:
+            self.own.stop()
+        self.screen = self.own = None
+
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        self.progress.stop()
+        self.away()

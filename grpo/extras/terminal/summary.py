@@ -1,9 +1,11 @@
-"""The summary at the end of a run: its time, speed, memory and accuracy, as a table."""
+"""The summary at the end of a run: its time, speed, memory and accuracy."""
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from grpo.evaluation.display import share_with_interval
 from grpo.evaluation.evaluator import Evaluation
@@ -26,8 +28,8 @@ def summary(
     checkpoint: float,
     calls: Mapping[str, float],
     lost: Collection[int] = (),
-) -> Table:
-    """Return the table of a run.
+) -> dict[str, str]:
+    """Return what a run took and learned, by name.
 
     learned: the metrics of each rollout, at least the NEEDED ones. seconds: duration of the whole run. warned: the metrics that
     had a warning. checkpoint: seconds of writing checkpoints. calls: seconds of environments and rewards, by their
@@ -42,16 +44,12 @@ def summary(
     busy = sum(spent[name] for name in ("rollout", "update", "sync"))
     memory = max(max(metrics["memory/rollout"], metrics["memory/update"]) for metrics in learned)
 
-    table = Table("rollouts", str(len(learned)), title="the run")
-    table.add_row("time", f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout")
-    for name, part in spent.items():
-        table.add_row(f"  {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
+    found = {"rollouts": str(len(learned)), "time": f"{clock(seconds)}, {seconds / len(learned):.3g} s a rollout"}
+    found |= {f"  {name}": f"{clock(part)}, {percent(part / seconds, 0)}" for name, part in spent.items()}
     sums = {name: sum(row.get(kind, 0.0) for row in learned) for name, kind in WAITS.items()}
     calls = {name: part for name, part in sums.items() if part} | dict(calls)
-    for name, part in calls.items():
-        table.add_row(f"beside: {name}", f"{clock(part)}, {percent(part / seconds, 0)}")
-    table.add_row("tokens/s", f"{tokens / busy:,.0f}")
-    table.add_row("memory, at most", f"{memory / 2**30:.2f} GiB")
+    found |= {f"beside: {name}": f"{clock(part)}, {percent(part / seconds, 0)}" for name, part in calls.items()}
+    found |= {"tokens/s": f"{tokens / busy:,.0f}", "memory, at most": f"{memory / 2**30:.2f} GiB"}
     if graded := [evaluation for evaluation in evaluations if evaluation.estimates["accuracy"].n]:
         # the evaluation before training last, so that a later policy that scores the same is the best
         kept = [evaluation for evaluation in [*graded[1:], graded[0]] if evaluation.rollout not in lost]
@@ -60,6 +58,27 @@ def summary(
             if evaluation is None:
                 continue
             accuracy = share_with_interval(evaluation.estimates["accuracy"])
-            table.add_row(f"held out, {name}", f"{accuracy} after {evaluation.rollout}")
-    table.add_row("warnings", ", ".join(warned) or "none")
-    return table
+            found[f"held out, {name}"] = f"{accuracy} after {evaluation.rollout}"
+    return found | {"warnings": ", ".join(warned) or "none"}
+
+
+def in_short(found: Mapping[str, str]) -> dict[str, str]:
+    """Return of a summary what a person reads first: what was learned, then what it took."""
+    held = {name: value for name, value in found.items() if name.startswith("held out, ")}
+    if "held out, best" in held and held["held out, best"] == held["held out, last"]:
+        held["held out, last"] = f"{held.pop('held out, best')}, the best"
+    parts = {name.strip(): value.rpartition(", ")[2] for name, value in found.items() if name.startswith("  ")}
+    most = ", ".join(f"{name} {share.replace(' ', '')}" for name, share in parts.items() if share != "0 %")
+    took = {
+        "time": f"{found['time'].rpartition(', ')[2]}: {most}",
+        "speed": f"{found['tokens/s']} tokens/s, at most {found['memory, at most']} of memory",
+    }
+    return held | took | {name: found[name] for name in ("warnings", "checkpoints/best") if name in found}
+
+
+def panel(found: Mapping[str, str], title: str) -> Panel:
+    """Return a summary in a frame."""
+    rows = Table.grid(padding=(0, 2))
+    for name, value in found.items():
+        rows.add_row(Text(name, style="bold" if name.startswith("held out") else ""), Text(value))
+    return Panel(rows, title=title, title_align="left")

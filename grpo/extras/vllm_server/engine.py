@@ -38,6 +38,7 @@ from grpo.models.head import has_float32_head
 from grpo.models.pretrained import base_path
 from grpo.system import distributed
 from grpo.system.errors import UserError, error_line
+from grpo.system.output.console import busy
 from grpo.system.ranges import Count, Port, Seconds, Whole, enforced
 from grpo.system.threads import outcome_of
 
@@ -121,7 +122,8 @@ class VLLMServerEngine:
         try:
             if self._launched:
                 self._launched.start_all()
-            outcome_of(self._fleet.meet(START if self._launched else wait))
+            with busy("waiting for the vLLM servers"):
+                outcome_of(self._fleet.meet(START if self._launched else wait))
         except BaseException:
             self.close()
             raise

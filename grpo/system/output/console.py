@@ -1,11 +1,9 @@
-"""The console of every program; a run's log has what it prints. After `| head` a program ends in silence."""
+"""The console of every program; a run's log has what it prints."""
 
 import logging
 import os
-import select
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from io import StringIO
 from typing import Any
 
@@ -14,6 +12,7 @@ from rich.control import Control
 
 UNBROKEN = 10_000  # columns of output that is no terminal
 LOG = 120  # columns of tables in a log
+SCREENS: list[Any] = []  # that of grpo/extras/terminal, while a program has one
 
 
 class Logged(Console):
@@ -21,10 +20,14 @@ class Logged(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
+        self.keep(*objects, **options)
+
+    def keep(self, *objects: Any, **options: Any) -> None:
+        """Print to the log files alone."""
         if objects and log_files() and not isinstance(objects[0], Control):  # which moves the cursor
             Console(file=(plain := StringIO()), width=LOG).print(*objects, **options)
             if text := plain.getvalue().rstrip():
-                to_logs(text)
+                to_logs(f"\n{text}" if "\n" in text else text)  # a table begins below its time
 
 
 def to_logs(text: str) -> None:
@@ -42,31 +45,15 @@ def log_files() -> list[logging.FileHandler]:
 def console(**options: Any) -> Console:
     """Return rich's console for standard output, with these options of rich. Its lines are as wide as the terminal. In a file
     or a pipe, where rich assumes 80 columns, they are not wrapped, unless the environment has COLUMNS."""
+    if SCREENS and not options:
+        return SCREENS[-1].console
     ours = Logged(**options)
     narrow = ours.is_terminal or ours.is_jupyter or "COLUMNS" in os.environ
     return ours if narrow else Logged(**options, width=UNBROKEN)
 
 
-ENDED = 141  # what a shell reports of a program that SIGPIPE has ended
-
-
 @contextmanager
-def quiet_pipe() -> Iterator[None]:
-    """Exit with ENDED, without a traceback, if the reader of stdout has gone. A lost connection of another kind is raised."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        if not reader_gone(sys.__stdout__.fileno()):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # Python flushes once more at its end
-        sys.exit(ENDED)
-
-
-def reader_gone(file: int) -> bool:
-    """Return whether a file is a pipe whose reading end is closed."""
-    look = select.poll()
-    look.register(file, 0)
-    return any(event & select.POLLERR for _, event in look.poll(0))
+def busy(words: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal if a `with` block takes long. Yields what counts a step of `total`."""
+    with SCREENS[-1].busy(words, total) if SCREENS else nullcontext(lambda: None) as step:
+        yield step

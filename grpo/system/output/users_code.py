@@ -55,8 +55,12 @@ def code_name(code: Any) -> str:
 
 def file_line(file: str, line: int) -> str:
     """Return FILE.py:LINE, below the current folder without what leads there."""
-    path = Path(file)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
+    return f"{from_here(file)}:{line}"
+
+
+def from_here(path: str | Path) -> Path:
+    """Return a path, below the current folder without what leads there."""
+    return Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else Path(path)
 
 
 def of_user(code: Any, error: BaseException) -> str:

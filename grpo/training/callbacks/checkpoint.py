@@ -25,6 +25,7 @@ from grpo.system.files import surviving, write_json
 from grpo.system.loading import not_finite
 from grpo.system.memory import in_pieces
 from grpo.system.metrics import require_metric, written
+from grpo.system.output.console import busy
 from grpo.system.ranges import Count, Whole
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.ending import Ending, saves
@@ -179,6 +180,7 @@ class Checkpoint(L.pytorch.callbacks.Checkpoint):  # Lightning calls it after al
             line = f"the policy after {self.saved} rollouts was not written, because the disk of {self.folder} is full"
             raise UnsavedError(f"{line}: free space there; then the same command with resume=auto {again}")
 
+    @busy("writing a checkpoint")
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write a checkpoint and the policy, and remove checkpoints that are too many."""
         if broken := distributed.all_gather(not_finite(module.policy.named_parameters())):

@@ -19,12 +19,12 @@ from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
 from grpo.extras.terminal.callback import Terminal, sample_panel, status
 from grpo.extras.terminal.evaluations import history
-from grpo.extras.terminal.summary import summary
+from grpo.extras.terminal.summary import in_short, summary
 from grpo.rollout.types import Sample
 from grpo.runs.run import Run
 from grpo.system.calls import SPENT
 from grpo.system.errors import UserError
-from grpo.system.output.console import console
+from grpo.system.output.console import SCREENS, console
 from train import train
 
 ROLLOUT = {
@@ -53,8 +53,8 @@ def test_the_summary_of_a_run():
     """Two rollouts of 300 tokens, 3 s each; the evaluation before training belongs to no rollout's row."""
     learned = [ROLLOUT, ROLLOUT | {"time/eval": 1.5}]
     evaluations = [evaluated(0, [0.0, 0.0, math.nan]), evaluated(1, [1.0, 1.0]), evaluated(2, [1.0, 0.0])]
-    told = cells(summary(learned, evaluations, 10.0, ["loss/kl"], 0.5, {"Task.score": 2.0}))
-    assert told == {
+    found = summary(learned, evaluations, 10.0, ["loss/kl"], 0.5, {"Task.score": 2.0})
+    assert found == {
         "rollouts": "2",
         "time": "0:00:10, 5 s a rollout",
         "  rollout": "0:00:04, 40 %",
@@ -72,30 +72,46 @@ def test_the_summary_of_a_run():
         "held out, last": "50.0 % (9.5 to 90.5) after 2",
         "warnings": "loss/kl",
     }
+    assert in_short(found | {"checkpoints/best": "max eval/accuracy, 100.0 %"}) == {
+        **{f"held out, {name}": found[f"held out, {name}"] for name in ("first", "best", "last")},
+        "time": "5 s a rollout: rollout 40%, update 20%, eval 30%, checkpoint 5%, rest 5%",
+        "speed": "100 tokens/s, at most 2.00 GiB of memory",
+        "warnings": "loss/kl",
+        "checkpoints/best": "max eval/accuracy, 100.0 %",
+    }
     short = (10.0, [], 0.0, {})
-    fallen = cells(summary(learned, [evaluated(0, [1.0, 1.0]), *evaluations[2:], evaluated(4, [0.0, 0.0])], *short))
+    risen = in_short(summary(learned, evaluations[:2], *short))
+    assert "held out, best" not in risen and risen["held out, last"] == "100.0 % (34.2 to 100.0) after 1, the best"
+    fallen = summary(learned, [evaluated(0, [1.0, 1.0]), *evaluations[2:], evaluated(4, [0.0, 0.0])], *short)
     assert fallen["held out, best"] == "100.0 % (34.2 to 100.0) after 0"
-    level = cells(summary(learned, [evaluated(0, [0.0, 0.0]), evaluated(2, [0.0, 0.0])], *short))
+    level = summary(learned, [evaluated(0, [0.0, 0.0]), evaluated(2, [0.0, 0.0])], *short)
     assert level["held out, best"].endswith(
         "after 2"
     )  # as `best`, the policy before training gives way to an equal one
-    lost = cells(summary(learned, evaluations, *short, lost=[1]))  # the policy after 1 rollout is not on the disk
+    lost = summary(learned, evaluations, *short, lost=[1])  # the policy after 1 rollout is not on the disk
     assert lost["held out, best"].endswith("after 2") and lost["held out, last"].endswith("after 2")
     ahead = [row | {"time/played": 3.5, "time/engine_idle": 0.25, "time/weights": 0.0} for row in learned]
     ahead[0]["memory/rollout"] = 3 * 2.0**30  # more than any update took
-    without = cells(summary(ahead, [evaluated(0, [math.nan])], *short))
+    without = summary(ahead, [evaluated(0, [math.nan])], *short)
     assert without["memory, at most"] == "3.00 GiB"
     assert without["beside: rollouts ahead"] == "0:00:07, 70 %" and "beside: Task.score" not in without
     assert without["beside: engine idle"] == "0:00:00, 5 %" and "beside: wait for weights" not in without
     assert "held out, first" not in without and without["warnings"] == "none"
+    assert list(in_short(without)) == ["time", "speed", "warnings"]
 
 
-def cells(table) -> dict[str, str]:
-    names, values = ([column.header, *column.cells] for column in table.columns)
-    return dict(zip(names, values, strict=True))
+@pytest.fixture
+def log(tmp_path):
+    """Return what train.log has, as the command line makes one."""
+    handler = logging.FileHandler(tmp_path / "train.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logging.getLogger().addHandler(handler)
+    yield (tmp_path / "train.log").read_text
+    logging.getLogger().removeHandler(handler)
+    handler.close()
 
 
-def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, capsys):
+def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, capsys, log):
     columns = {
         "loss/policy": "policy -?0",
         "loss/policy_epoch_2": "policy_epoch_2 -?0",
@@ -112,23 +128,24 @@ def test_completions_at_an_interval_and_the_paths_at_the_end(smoke, tmp_path, ca
     assert [f"\nrollout {rollout}: reward" in said for rollout in range(1, 6)] == [True, True, False, True, True]
     assert [f"rollout {rollout}/5  reward" in said for rollout in range(1, 6)] == [False, True, False, True, True]
     assert re.search("groups .*" + "  ".join(columns.values()), said)
-    beside = re.findall(r"(beside: [\w. ]+?)  +0:00:00, (\d+) %", said)
+    beside = re.findall(r"(beside: [\w. ]+?) +│ 0:00:00, (\d+) %", log())
     assert [name for name, _ in beside] == [
         f"beside: {name}" for name in ("an environment of GSM8K", "GSM8K.score_group", "claims of GSM8K")
     ]
     assert said.index("after 0: 0.0 % (0.0 to ") < said.index("rollout 1: reward")
     assert "│" not in said and "0:00:00 left" in said
     assert "rollout/truncated" in said.rpartition("the run")[2]  # the name of the warning's metric
-    assert f"written to {tmp_path}: metrics.csv, checkpoints/best, checkpoints/last.ckpt\n" in said
-    assert said.endswith(f"the best policy on all test examples:\npython eval.py run={tmp_path}\n")
+    assert f"written to {tmp_path}: train.log, metrics.csv, checkpoints/best, checkpoints/last.ckpt\n" in said
+    assert said.endswith(f"the best policy on all test examples: python eval.py run={tmp_path}\n")
+    assert "held-out examples" in log() and "held-out examples" not in said and "beside: " not in said
     times = Run(tmp_path).metrics["time/eval"]
     assert list(times[times > 0].index) == [0, 5]
 
 
-def test_the_evaluation_before_training_is_a_part_of_the_time(smoke, capsys):
+def test_the_evaluation_before_training_is_a_part_of_the_time(smoke, log):
     evaluated = ("eval.every=2", "eval.samples=64", "eval.sampling.temperature=1")
     train(compose_config(*smoke("callbacks=[terminal]", *evaluated)))
-    shares = re.findall(r"\n   \w.* (\d+) %", capsys.readouterr().out.rpartition("the run")[2])
+    shares = re.findall(r"\n│   \w.* (\d+) % ", log())
     assert len(shares) == 6 and abs(sum(map(int, shares)) - 100) <= 3
 
 
@@ -164,26 +181,24 @@ def test_a_run_that_is_stopped_says_how_to_go_on(smoke, tmp_path, capsys, caplog
         )
     )
     said = capsys.readouterr().out  # of the whole run, not only of its last part
-    assert "rollout 3/3" in said and re.search(r"\n rollouts +3 ", said.rpartition("the run")[2])
-    assert re.search(r"held out, first .* after 0 ", said) and "held out, last" in said
+    assert "rollout 3/3" in said and "the run: 3 rollouts in 0:00:" in said
+    assert re.search(r"held out, first .* after 0 *\n", said) and "held out, last" in said
 
 
-def test_the_log_has_what_the_terminal_shows_at_its_width(tmp_path, monkeypatch):
-    """Lines whole, tables without colors, no movement of the cursor; secrets are masked."""
+def test_the_log_has_what_the_terminal_shows_at_its_width(log, monkeypatch):
+    """Lines whole and with their time, tables without colors, no movement of the cursor."""
     monkeypatch.setenv("COLUMNS", "60")
-    handler = logging.FileHandler(tmp_path / "train.log")
-    logging.getLogger().addHandler(handler)
-    try:
-        out, line = console(force_terminal=True), "many words " * 30
-        with Live(Text("first rollout ..."), console=out, transient=True, auto_refresh=False) as live:
-            live.update(Text("second rollout ..."), refresh=True)
-            out.print(f"[green]PASS[/] {line}", soft_wrap=True)
-            out.print(history([(0, {"eval/accuracy": 0.5})]))
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-    first, *table = (tmp_path / "train.log").read_text().splitlines()
-    assert first == f"PASS {line}".rstrip() and "held-out examples" in table[0] and "50.0 %" in table[-2]
+    out, line = console(force_terminal=True), "many words " * 30
+    with Live(Text("first rollout ..."), console=out, transient=True, auto_refresh=False) as live:
+        live.update(Text("second rollout ..."), refresh=True)
+        out.print(f"[green]PASS[/] {line}", soft_wrap=True)
+        out.print(history([(0, {"eval/accuracy": 0.5})]))
+    first, _, *table = log().splitlines()
+    assert (
+        re.fullmatch(rf"2\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d PASS {line}".rstrip(), first)
+        and "held-out examples" in table[0]
+        and "50.0 %" in table[-2]
+    )
     assert not any("\x1b" in each or "rollout ..." in each for each in table)
 
 
@@ -205,9 +220,9 @@ def test_paths_and_commands_are_never_broken(capsys, tmp_path):
     for name in ("report.html", "checkpoints/best"):
         (folder / name).mkdir(parents=True)
     Terminal(str(folder), 80).on_fit_end(None, None)
-    written, _, command, link = capsys.readouterr().out.splitlines()
+    written, command, link = capsys.readouterr().out.splitlines()
     assert written == f"written to {folder}: checkpoints/best"
-    assert command == f"python eval.py 'run={folder}'" and link == (folder / "report.html").as_uri()
+    assert command.endswith(f": python eval.py 'run={folder}'") and link == (folder / "report.html").as_uri()
 
 
 def test_output_to_a_file_is_not_wrapped(capsys, monkeypatch):
@@ -232,8 +247,9 @@ def test_what_a_resumed_run_tells_of_its_first_part(capsys):
     resumed = Terminal("run", 80)
     resumed.load_state_dict(first.state_dict() | {"seconds": 3600.0, "spent": {"Task.score": 2.5}})
     resumed.on_fit_start(None, None)
+    resumed.on_exception(None, None, RuntimeError())  # which gives the terminal back
     state = resumed.state_dict()
-    assert 3600 <= state["seconds"] < 3660 and state["spent"] == {"Task.score": 2.5}
+    assert not SCREENS and 3600 <= state["seconds"] < 3660 and state["spent"] == {"Task.score": 2.5}
     SPENT.clear()
 
 
@@ -241,13 +257,3 @@ def test_a_long_prompt_shows_its_question_at_the_end():
     step = Step(State((Message("user", "0" * 100 + "1" * 490 + " 2 and 2?\n"),)), Action(Message("assistant", "4")))
     shown = sample_panel("rollout 1", Sample({}, Trajectory((step,)), (), Reward(1.0, True))).renderable
     assert shown.plain == "..." + "1" * 490 + " 2 and 2?\n" + "\n4"
-
-
-def test_a_run_that_fails_gives_the_cursor_back(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal("run", 80)
-    terminal.on_fit_start(None, None)
-    assert "\x1b[?25l" in capsys.readouterr().out  # hidden
-    terminal.on_exception(None, None, RuntimeError())
-    assert "\x1b[?25h" in capsys.readouterr().out and not terminal.progress.is_started
