@@ -26,11 +26,12 @@ SETTINGS = """task._target_=test_stop_ranks.Asks callbacks=[samples,checkpoint] 
 
 class Asks(Varied):
     """Sends a signal to the process of `rank`, once, while it scores its answer number at[rank]; then that answer takes an hour,
-    and so does answer at[other] of the other rank, or that rank is stopped. folder: remembers that this was so."""
+    and so does answer at[other] of the other rank, or that rank is stopped. folder: remembers that this was so.
+    alone: the signal does not wait until the other rank is at its answer."""
 
-    def __init__(self, at=(), rank=0, folder=".", stops=False, **options) -> None:
+    def __init__(self, at=(), rank=0, folder=".", stops=False, alone=False, **options) -> None:
         super().__init__(**options)
-        self.stops = stops
+        self.stops, self.alone = stops, alone or len(at) < 2
         self.me, self.at, self.rank, self.folder, self.scored = (
             int(os.environ.get("LOCAL_RANK", "0")),
             at,
@@ -47,7 +48,7 @@ class Asks(Varied):
             if self.stops and self.me != self.rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.me == self.rank:
-                while self.stops and not Path(self.folder, f"asked-{1 - self.me}").exists():
+                while not self.alone and not Path(self.folder, f"asked-{1 - self.me}").exists():
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(3600)
@@ -73,7 +74,7 @@ def test_a_signal_to_one_rank_ends_both_in_the_middle_of_their_work(smoke, tmp_p
     def run(folder, *more):
         return command("train.py", *common, *more, f"hydra.run.dir={folder}", environment=environment)
 
-    asks = f"+task.at=[{at[0]},{at[1]}] +task.rank={rank} +task.folder={tmp_path}".split()
+    asks = f"+task.at=[{at[0]},{at[1]}] +task.rank={rank} +task.folder={tmp_path} +task.alone={rollouts is None}".split()
     stopped = tmp_path / "stopped"
     first = run(stopped, *asks)
     print(first.stderr)
