@@ -143,6 +143,17 @@ def test_the_reference_of_the_site_has_every_key_and_every_metric(monkeypatch):
         assert f": {page}\n" in (ROOT / "mkdocs.yml").read_text()
 
 
+def test_inline_code_of_the_site_may_be_broken_after_its_signs_alone(monkeypatch):
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    block = "<pre><span></span><code>algo.lr=1</code></pre>"
+    page = f'<td><code>algo.old_policy=[a, 2] &gt;= <a href="x_y.html">w/z</a></code> <code>eval.py --help</code></td>{block}'
+    content = importlib.import_module("hooks").on_page_content(page, None, None, None)
+    assert re.sub("<wbr>|</?span[^>]*>", "", content) == page.replace("<span></span>", "") and content.endswith(block)
+    assert '<code>eval.<wbr>py <span class="whole">--help</span></code>' in content
+    assert '<code>algo.<wbr>old_<wbr>policy=[a, 2] &gt;= <a href="x_y.html">w/<wbr>z</a></code>' in content
+
+
 def test_architecture_has_the_rooms_of_the_map_in_order_and_each_appendix_with_its_door_and_one_page():
     page = (ROOT / "docs" / "architecture.md").read_text()
     rooms = re.findall(r"^    ([a-z]+) {2,}\S", grpo.__doc__.partition("The appendices")[0], re.M)

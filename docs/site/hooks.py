@@ -203,12 +203,23 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) ->
     return re.sub(r"\0(\d+)\0", lambda match: blocks[int(match[1])], text)
 
 
+def breakable(match: re.Match) -> str:
+    """Let a long name in inline code go on in the next line after a sign, not inside a word."""
+    words = re.split(r"(<[^>]*>|\s+|&\w+;)", match[2])  # tags, blanks and entities stay as they are
+    cut = (w if w[:1] in "<&" else re.sub(r"(?<=\w)(?=[\[{(])|(?<=[./=,_:)}\]])(?=\w)", "<wbr>", w) for w in words)
+    whole = re.sub(r"[\w-]*-[\w-]*(?![^<]*>)", r'<span class="whole">\g<0></span>', "".join(cut))  # --help
+    return match[1] + whole + match[3]
+
+
 def on_page_content(content: str, page, config: MkDocsConfig, files: Files) -> str:
-    """Formulas become MathML, which browsers draw without a script."""
+    """Formulas become MathML, which browsers draw without a script; inline code may be broken after its signs."""
 
     def formula(match: re.Match) -> str:
         text = html.unescape(match[2]).strip()
         block = match[1] == "div"
         return convert(text[2:-2], display="block" if block else "inline")
 
-    return re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', formula, content, flags=re.S)
+    content = re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', formula, content, flags=re.S)
+    parts = re.split(r"(<pre\b.*?</pre>)", content, flags=re.S)
+    parts[::2] = [re.sub(r"(<code>)(.*?)(</code>)", breakable, part, flags=re.S) for part in parts[::2]]
+    return "".join(parts)
