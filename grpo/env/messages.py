@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, Self, get_args
 
-from grpo.env.pictures import MARK, UNSEEN, Picture, picture_from
+from grpo.env.pictures import MARK, UNSEEN, Picture, given_in, is_picture, picture_from
 from grpo.env.thoughts import FIELDS, parted, with_thought
 from grpo.system.errors import UserError
 
@@ -160,16 +160,13 @@ def content_of(parts: Sequence[Any], pictures: Sequence[Picture] = ()) -> tuple[
     have none of their own. Raises TypeError for other parts."""
     left, texts, found = iter(pictures), [], []
     for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif kind in ("image", "image_url"):
-            given = part.get("image", part.get("image_url"))
-            picture = next(left, None) if given is None else picture_from(given)
-            if picture is None:
+        if is_picture(part):
+            if (given := given_in(part)) is None and (given := next(left, None)) is None:
                 raise TypeError(f"{shown(part)} has no picture, and there are {len(pictures)} beside the message")
             texts.append(MARK)
-            found.append(picture)
+            found.append(picture_from(given))
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
         else:
             raise TypeError(f"{shown(part)} is no part of a message: parts have the type text or image")
     return "".join(texts), (*found, *left)

@@ -17,6 +17,7 @@ from grpo.system.errors import UserError
 
 MARK = "<image>"  # the place of a picture in a message's text
 UNSEEN = "[image]"  # a tool's picture, to a policy that reads text only
+PARTS = ("image", "image_url", "input_image")  # types of a message's parts that are pictures
 ALIVE: "WeakValueDictionary[int, Picture]" = WeakValueDictionary()  # by id
 
 
@@ -57,13 +58,28 @@ def picture_of(number: int) -> Picture:
     return found
 
 
+def is_picture(part: Any) -> bool:
+    """Return whether a part of a message is a picture."""
+    return isinstance(part, Mapping) and part.get("type") in PARTS
+
+
+def given_in(value: Any) -> Any:
+    """Return what holds a picture: bytes, a text, an image of PIL, or None. value: that, or a mapping with it, as a dataset's
+    {"bytes", "path"} or a part of a message."""
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(value.get("bytes"), str):  # of a table where they are a text too
+        return value["bytes"].encode()
+    names = ("image", "image_url", "bytes", "path", "url")
+    return next((found for name in names if (found := given_in(value.get(name))) is not None), None)
+
+
 def picture_from(value: Any) -> Picture:
     """Return a picture of any form that datasets and programs give: bytes, a file's path, a `data:` URL, {"bytes"} or {"path"} or
     {"url"}, or an image of PIL, which is written as PNG. Raises TypeError for anything else, UserError for a missing file."""
     if isinstance(value, Picture):
         return value
-    if isinstance(value, Mapping):
-        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), value)
+    value = value if (given := given_in(value)) is None else given
     if isinstance(value, (bytes, bytearray)):
         return Picture(bytes(value))
     if hasattr(value, "save"):

@@ -118,7 +118,7 @@ def test_the_tokens_of_pictures_are_not_sampled_however_likely_they_would_be(bot
 
 
 def test_tokens_that_differ_from_the_trainers_are_said_before_any_is_sampled(both, monkeypatch):
-    monkeypatch.setitem(both.sight.known, A.id, (A.id, *both.sight.ids(A)))
+    monkeypatch.setitem(both.sight.known, A, (A.id, *both.sight.ids(A)))
     prompt = both.prompt(f"see {seeing.KINDS['qwen2_5_vl'][2]}", [A])
     with pytest.raises(
         UserError, match=rf"^vLLM reads {len(prompt) - 1} tokens .* {A.name}, the trainer {len(prompt)}, or"

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpo.data.rows import at, spread
 from grpo.env.messages import shown
-from grpo.env.pictures import MARK, Picture
-from grpo.extras.images.files import PICTURES, given_in, glanced, is_picture, picture_in, picture_value
+from grpo.env.pictures import MARK, PARTS, Picture, given_in, is_picture
+from grpo.extras.images.files import glanced, picture_in
 from grpo.system.errors import UserError, plural
 
 AUTO = ("images", "image")  # columns that are looked for
@@ -40,7 +40,7 @@ class RowPictures:
         name = self.name(row)
         value = None if name is None else at(row, name)
         values = list(value) if isinstance(value, list | tuple) else [value]
-        return [one for one in values if given_in(one) not in (None, "")]
+        return [one for one in values if given_in(one) not in (None, "", b"")]
 
     def question(self, question: Any, row: Mapping[str, Any]) -> Any:
         """Return what a row asks, as a hash of it is taken: the same words about another picture are another question."""
@@ -106,7 +106,7 @@ def marked(message: Mapping[str, Any]) -> Asked:
     kinds = (
         [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else ()
     )
-    if other := next((kind for kind in kinds if isinstance(kind, str) and kind not in TEXTS + PICTURES), None):
+    if other := next((kind for kind in kinds if isinstance(kind, str) and kind not in TEXTS + PARTS), None):
         raise UserError(f"a message has a part of type {shown(other)}: text and image are read, other media are not")
     if not is_parted(message):
         texts = plain_text(message) if role in ("user", "tool") else ""
@@ -117,7 +117,7 @@ def marked(message: Mapping[str, Any]) -> Asked:
     for part in content:
         if is_picture(part):
             texts.append(MARK)
-            values.append(picture_value(part))
+            values.append(given_in(part))
         else:
             texts.append(part if isinstance(part, str) else str(part.get("text") or ""))
             values += [None] * texts[-1].count(MARK)

@@ -181,7 +181,7 @@ class Sees:
             return super().forward(input_ids, *args, **kwargs)
         host = (plan.host if isinstance(plan, Packed) else input_ids).cpu().view(input_ids.shape)
         if int(host.min()) >= 0:
-            return super().forward(input_ids, *args, **kwargs)
+            return self.with_tower(super().forward(input_ids, *args, **kwargs))
         eyes, mask = self.eyes, kwargs.get("attention_mask")
         embeddings, further = eyes.embedded(input_ids, host)
         if further:
@@ -196,6 +196,15 @@ class Sees:
                 raise Unplanned("tokens of a picture see each other")
             kwargs["attention_mask"] = self.mutual_masks(embeddings, host, **kwargs)
         return super().forward(None, *args, inputs_embeds=embeddings, **kwargs)
+
+    def with_tower(self, out: Any) -> Any:
+        """Return what a pass without pictures gives, to which each weight of the tower adds 0: ranks that learn together wait for
+        a gradient of each, and others of them may have pictures."""
+        text = {id(p) for p in self.parameters()}
+        tower = [p for p in self.eyes.whole.parameters() if p.requires_grad and id(p) not in text]
+        if tower and torch.is_grad_enabled():
+            out.last_hidden_state = out.last_hidden_state + 0 * torch.stack([p.flatten()[0] for p in tower]).sum()
+        return out
 
     def mutual_masks(self, embeddings: Tensor, host: Tensor, **given: Any) -> Mapping[str, Tensor]:
         """Return the masks of Gemma 3, where a token of a picture sees the whole picture."""

@@ -1,33 +1,20 @@
 """Pictures as datasets and tools give them: read, and looked at before a model sees them."""
 
-from collections.abc import Mapping
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from grpo.env.messages import shown
-from grpo.env.pictures import Picture, picture_from, picture_of
+from grpo.env.pictures import Picture, given_in, picture_from, picture_of
 from grpo.system.errors import UserError, one_line
 
 LONG = 1000  # characters that no path has
-PICTURES = ("image", "image_url", "input_image")  # types of parts of a message
-GIVEN = ("image", "image_url", "url", "path", "bytes")  # where a part may hold its picture
-
-
-def given_in(value: Any) -> Any:
-    """Return what holds a picture in a value of a dataset: bytes, a text, an image of PIL, or None. value: that, or a mapping
-    with it."""
-    if isinstance(value, Mapping):
-        return next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
-    return value
 
 
 def placed_in(value: Any, folder: Path | None) -> Any:
     """Return a value with the path of its file, if it is one. folder: where relative paths begin. Raises UserError for a text
     that is none."""
-    if isinstance(value, Mapping) and isinstance(value.get("bytes"), str):  # bytes of a table that are a text too
-        return value["bytes"].encode()
     value = given_in(value)
     if not isinstance(value, str | Path) or str(value).startswith("data:"):
         return value
@@ -97,14 +84,3 @@ def picture_name(value: Any, picture: Picture) -> str:
     """Return how errors name a picture: by its path, or else by the first digits of its SHA-256."""
     is_path = isinstance(value, str | Path) and not str(value).startswith("data:")
     return str(value) if is_path else picture.name
-
-
-def picture_value(part: Mapping[str, Any]) -> Any:
-    """Return what holds the picture of a part; None if it only says where one goes."""
-    given = next((part[name] for name in GIVEN if part.get(name) is not None), None)
-    return None if given_in(given) is None else given
-
-
-def is_picture(part: Any) -> bool:
-    """Return whether a part of a message is a picture."""
-    return isinstance(part, Mapping) and part.get("type") in PICTURES

@@ -50,7 +50,7 @@ def looks_at_pictures(probe: Any) -> Verdict:
     for number, picture in held.items():
         ids[rows.ids == number] = picture.id
     ours, others = probe.trainer(rows)[0], probe.trainer(replace(rows, ids=ids))[0]
-    shift = gap(ours, others, rows)
+    shift = float((ours - others)[rows.mask].abs().mean())
     text = f"other pictures move log-probabilities by {shift:.1e} nats, bound {probe.bound:.1e}"
     if shift > probe.bound:
         return "PASS", text
@@ -66,32 +66,9 @@ def tower_is_sent(probe: Any) -> Verdict:
     if (rows := rows_that_see(probe)) is None:
         return NONE
     version = probe.rollouts.plan.num_rollouts + 3  # of no rollout, and of no other check
-    small = with_moved_tower(probe, chosen, rows, 0.3, version)
-    return small if small[0] != "SKIP" else with_moved_tower(probe, chosen, rows, 3.0, version + 1)
-
-
-@torch.no_grad()
-def with_moved_tower(probe: Any, chosen: dict[str, Tensor], rows: TokenBatch, share: float, version: int) -> Verdict:
-    """Return the verdict on moved weights: add noise to them, compare, take it away, compare again. share: size of the noise,
-    as a share of the weight's. version: of the moved weights."""
-    prompts, length = [ids for ids, _ in rows.sequences()], probe.length_in(probe.allowance.left(1 / 8))
-    generator = torch.Generator().manual_seed(0)
-    with probe.kept([*chosen.values()]):
-        for p in chosen.values():
-            size = p.float().square().mean().sqrt().item() or 0.1
-            p.add_((share * size * torch.randn(p.shape, generator=generator)).to(p))
-        probe.load(version)
-        moved = probe.sample(prompts, length)
-        new = probe.trainer(moved)[0]
-    old, again = probe.trainer(moved)[0], probe.sample(prompts, length)
-    shift, apart = gap(old, new, moved), gap(moved.rollout_logprobs, new, moved)
-    back = gap(again.rollout_logprobs, probe.trainer(again)[0], again)
-    text = f"{plural(len(chosen), 'kind')} of weights moved by {shift:.1e} nats: gap {apart:.1e}, restored {back:.1e}"
-    if shift < 8 * probe.bound and apart > shift / 4:
-        return "SKIP", f"{text}; rounding hides a change of this size"
-    if max(apart, back) <= 4 * probe.bound:
-        return "PASS", text
-    return "FAIL", text, "the engine keeps old weights of the tower, or features of them: set engine=transformers"
+    result, text = probe.moved(chosen, rows, version)
+    remedy = "the engine keeps old weights of the tower, or features of them: set engine=transformers"
+    return (result, text, remedy) if result == "FAIL" else (result, text)
 
 
 CHECKS = {
@@ -131,8 +108,3 @@ def another(picture: Picture) -> Picture:
     ):
         other.resize(image.size, Image.Resampling.NEAREST).save(file, "PNG")
     return Picture(file.getvalue())
-
-
-def gap(one: Tensor, two: Tensor, rows: TokenBatch) -> float:
-    """Return the mean difference of the log-probabilities of sampled tokens. one, two: [B, C]."""
-    return float((one - two)[rows.mask].abs().mean())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from grpo.env.chat_template import TemplateRenderer
 from grpo.env.messages import Message, ToolSpec, pictures_of
-from grpo.env.pictures import MARK
+from grpo.env.pictures import MARK, UNSEEN
 from grpo.system.errors import UserError
 
 
@@ -29,7 +29,16 @@ class SeeingRenderer(TemplateRenderer):
             messages = [
                 replace(m, content=m.content.replace(MARK, shown), pictures=()) if m.pictures else m for m in messages
             ]
+        if not isinstance(messages, str):
+            messages = [self._quoted(message) if message.role == "tool" else message for message in messages]
         return super().texts(messages, tools)
+
+    def _quoted(self, message: Message) -> Message:
+        """Return a tool's message whose text has none of the model's tokens of pictures, as a page that it has read may."""
+        words = message.content.split(MARK) if message.pictures else [message.content]
+        for token in self.tokenizer.sight.spellings:
+            words = [text.replace(token, UNSEEN) for text in words]
+        return replace(message, content=MARK.join(words))
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return super()._decoded(self.tokenizer.sight.folded(ids)[0])

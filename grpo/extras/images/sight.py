@@ -12,6 +12,7 @@ from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
@@ -89,9 +90,10 @@ class Sight:
         self.kind, self.repeated = config.model_type, config.image_token_id
         self.text = getattr(self.processor, "boi_token", None) or self.processor.image_token
         self.placeholder = tokenizer.convert_tokens_to_ids(self.text)
-        self.known: dict[int, tuple[int, ...]] = {}
-        self.kept: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
-        self.bytes = 0  # of `kept`
+        # as long as anybody has the picture
+        self.known: WeakKeyDictionary[Picture, tuple[int, ...]] = WeakKeyDictionary()
+        self.kept: OrderedDict[int, Seen] = OrderedDict()
+        self.bytes = 0  # of the pixels in `kept`
         # of the prompts so far, the pictures of the one with the most of their tokens
         self.fullest: Sequence[Picture] = ()
         # of `copy`, by id: a picture, and the id of the one that it copies
@@ -102,9 +104,9 @@ class Sight:
 
     def ids(self, picture: Picture) -> tuple[int, ...]:
         """Return the tokens of a picture in a prompt."""
-        if picture.id not in self.known:
-            self.see(picture)
-        return self.known[picture.id]
+        if (found := self.known.get(picture)) is None:
+            found = self.known[picture] = (self.kept.get(picture.id) or self.see(picture)).ids
+        return found
 
     def pixels(self, number: int) -> Mapping[str, Tensor]:
         """Return what the tower reads of the picture with this id, in the host's memory. The largest ones that were used last are
@@ -113,28 +115,30 @@ class Sight:
         if number not in self.kept:
             self.see(picture_of(number))
         self.kept.move_to_end(number)
-        return self.kept[number]
+        return self.kept[number].pixels
 
     def copy(self, number: int, i: int) -> Picture:
         """Return copy i of the picture with this id: another picture, which is seen as that one is. For a forecast."""
         picture = Picture(picture_of(number).data + i.to_bytes(8))
-        self.known[picture.id] = tuple(picture.id if j == number else j for j in self.ids(picture_of(number)))
+        self.known[picture] = tuple(picture.id if j == number else j for j in self.ids(picture_of(number)))
         self.copies[picture.id] = picture, number
         return picture
 
-    def see(self, picture: Picture) -> None:
-        """Run the processor on a picture."""
+    def see(self, picture: Picture) -> Seen:
+        """Run the processor on a picture, and keep what it makes."""
         seen = self.seen(picture)
         if self.context is not None and len(seen.ids) >= self.context:
             line = (
                 f"picture {picture.name} is {plural(len(seen.ids), 'token')}, and the model's context {self.context:,}"
             )
             raise UserError(f"{line}: make it smaller, or set model.pictures={self.fewer}")
-        self.bytes -= size_of(self.kept.pop(picture.id, {}))
-        self.known[picture.id], self.kept[picture.id] = seen.ids, seen.pixels
+        if picture.id in self.kept:
+            self.bytes -= size_of(self.kept.pop(picture.id).pixels)
+        self.kept[picture.id] = seen
         self.bytes += size_of(seen.pixels)
         while len(self.kept) > 1 and self.bytes > PIXELS:
-            self.bytes -= size_of(self.kept.popitem(last=False)[1])
+            self.bytes -= size_of(self.kept.popitem(last=False)[1].pixels)
+        return seen
 
     def image(self, picture: Picture) -> Any:
         """Return a picture as an image of PIL, in RGB. Raises UserError for a file that is none."""
@@ -220,6 +224,11 @@ class Sight:
         tokens = [token for name in names if isinstance(token := getattr(self.processor, name, None), str)]
         ids = {self.repeated, self.placeholder, *self.tokenizer.convert_tokens_to_ids(tokens)}
         return sorted(i for i in ids if isinstance(i, int) and i >= 0)
+
+    @cached_property
+    def spellings(self) -> list[str]:
+        """How texts spell these tokens."""
+        return self.tokenizer.convert_ids_to_tokens(self.banned)
 
 
 def lit(pixels: Tensor) -> None:

@@ -17,6 +17,7 @@ from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
 from grpo.extras.forecast.parts import Part
 from grpo.extras.preflight.allowance import Allowance, shortened, slowest
+from grpo.extras.preflight.moved import moved
 from grpo.models.head import logits_at_once
 from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
@@ -301,6 +302,10 @@ class Probe:
         """Give the engine the policy's weights of now, as this version."""
         self.version = version
         self.rollouts.engine.load_weights(self.module.policy, version)
+
+    def moved(self, chosen: Mapping[str, Tensor], rows: TokenBatch, version: int) -> tuple[str, str]:
+        """Return whether new values of parameters reach the engine: see `moved`."""
+        return moved(self, chosen, rows, version)
 
     def one_of_each_kind(self) -> dict[str, Tensor]:
         """Return a trained parameter of each kind, from different layers: names without their numbers are kinds."""

@@ -3,12 +3,10 @@
 import time
 
 import numpy as np
-import torch
 from scipy.stats import chi2
 
 from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
-from grpo.system.distributed import full, part_of
 from grpo.system.errors import plural
 
 FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
@@ -79,32 +77,6 @@ def bins(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def sync(probe: Probe) -> Checked:
     """New weights reach the engine, all kinds of them, and the old ones return: caches of prefixes are emptied."""
     first = probe.rollouts.plan.num_rollouts + 1  # versions of no rollout: servers keep adapters by version
-    small = moved_by(probe, 0.3, first)
-    return small if small.result != "SKIP" else moved_by(probe, 3.0, first + 1)
-
-
-@torch.no_grad()
-def moved_by(probe: Probe, share: float, version: int) -> Checked:
-    """Return the verdict on moved weights: add noise to one parameter of each kind, compare, take it away, compare again.
-
-    share: size of the noise, as a share of the parameter's. version: of the moved weights.
-    """
-    bound, prompts = probe.bound, [ids for ids, _ in probe.few.sequences()]
-    chosen, length = probe.one_of_each_kind(), probe.length_in(probe.allowance.left(1 / 8))
-    rng = torch.Generator().manual_seed(0)
-    with probe.kept(list(chosen.values())):
-        for p in chosen.values():
-            size = full(p).float().square().mean().sqrt().item() or 0.1
-            p.add_(part_of(share * size * torch.randn(p.shape, generator=rng).to(p.device, p.dtype), p))
-        probe.load(version)
-        moved = probe.sample(prompts, length)
-        new = probe.trainer(moved)[0]
-    old = probe.trainer(moved)[0]
-    again = probe.sample(prompts, length)
-    shift, gap = mean_gap(old, new, moved), mean_gap(moved.rollout_logprobs, new, moved)
-    restored = mean_gap(again.rollout_logprobs, probe.trainer(again)[0], again)
-    text = f"{len(chosen)} kinds of weights moved by {shift:.1e} nats: gap {gap:.1e}, restored {restored:.1e}"
-    if shift < 8 * bound and gap > shift / 4:
-        return Checked("SKIP", f"{text}; rounding hides a change of this size")
+    result, text = probe.moved(probe.one_of_each_kind(), probe.few, first)
     remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
-    return pass_or_fail(max(gap, restored) <= 4 * bound, text, remedy)
+    return Checked(result, text, remedy if result == "FAIL" else "")

@@ -18,9 +18,9 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
-from grpo.env.pictures import MARK, UNSEEN, Picture
+from grpo.env.pictures import MARK, UNSEEN, Picture, is_picture
 from grpo.env.types import Action, State
-from grpo.extras.images.files import is_picture, picture_in, picture_value
+from grpo.extras.images.files import picture_in
 from grpo.system.calls import awaited
 from grpo.system.errors import UserError, plural
 from grpo.system.files import strict_json
@@ -74,7 +74,7 @@ def text_and_pictures(result: Any) -> tuple[str, tuple[Picture, ...]]:
     for part in parts:
         if is_image(part) or is_picture(part):
             texts.append(MARK)
-            pictures.append(picture_in(picture_value(part) if is_picture(part) else part))
+            pictures.append(picture_in(part))
         else:
             words = part.get("text") if isinstance(part, Mapping) else part
             words = words if isinstance(words, str) else strict_json(part, ensure_ascii=False, default=str)

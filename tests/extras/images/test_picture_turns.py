@@ -203,6 +203,15 @@ def test_a_policy_that_reads_text_reads_a_word_in_place_of_a_tools_picture(toy, 
         blind.prompt_ids([Message("user", "<image>", pictures=(FIRST,)), answered])
 
 
+def test_a_tools_text_may_have_the_token_of_a_picture(seeing):
+    """A page that a tool has read may: it is a word, and the conversation goes on with the same tokens."""
+    render, looked = seeing.renderer.prompt_ids, Message("tool", "<image>", name="look", pictures=(FIRST,))
+    talks = [[Message("user", "?"), Message("tool", f"a {word} b"), looked] for word in ("<image>", "[image]")]
+    ids, words = map(render, talks)
+    assert ids == words and FIRST.id in ids
+    assert render([*talks[0], Message("assistant", "ok"), Message("user", "so?")], before=ids)[: len(ids)] == ids
+
+
 def test_a_token_of_a_picture_in_a_text_is_one_line(seeing):
     """A user's text may not have the token that stands for a picture, here <image>; neither may a picture's place be missing."""
     with pytest.raises(UserError, match=r"a prompt has 0 pictures, and its text 1 places for them \(<image>\)"):

@@ -21,6 +21,10 @@ from grpo.system.errors import UserError
 TALL, WIDE = drawn(40, 64, 1), drawn(90, 30, 2)
 
 
+def address(picture: Picture) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture.data).decode()}"
+
+
 def test_the_same_bytes_are_one_picture_as_long_as_anybody_has_it():
     data = bytes(100)
     one = Picture(data)
@@ -39,9 +43,17 @@ def test_the_same_bytes_are_one_picture_as_long_as_anybody_has_it():
 def test_a_picture_comes_in_many_forms(tmp_path):
     file = tmp_path / "tall.png"
     file.write_bytes(TALL.data)
-    address = f"data:image/png;base64,{base64.b64encode(TALL.data).decode()}"
     both = {"bytes": TALL.data, "path": "nowhere.png"}
-    for form in (TALL, TALL.data, str(file), file, {"bytes": None, "path": str(file)}, both, address, {"url": address}):
+    for form in (
+        TALL,
+        TALL.data,
+        str(file),
+        file,
+        {"bytes": None, "path": str(file)},
+        both,
+        address(TALL),
+        {"url": address(TALL)},
+    ):
         assert picture_from(form) is TALL
     image = Image.open(BytesIO(TALL.data))
     assert Image.open(BytesIO(picture_from(image).data)).tobytes() == image.tobytes()
@@ -59,7 +71,7 @@ def test_parts_of_a_message_become_a_text_with_marks_and_back():
         {"type": "image", "image": TALL.data},
         {"type": "text", "text": ", right: "},
     ]
-    parts.append({"type": "image_url", "image_url": {"url": f"data:;base64,{base64.b64encode(WIDE.data).decode()}"}})
+    parts.append({"type": "image_url", "image_url": {"url": address(WIDE)}})
     message = message_of({"role": "user", "content": parts})
     assert message == Message("user", "Left: <image>, right: <image>", pictures=(TALL, WIDE))
     assert message.as_dict()["content"] == [
@@ -75,6 +87,11 @@ def test_parts_of_a_message_become_a_text_with_marks_and_back():
         "pictures": [WIDE],
     }  # TRL's form
     assert message_of(given) == Message("user", "<image>?", pictures=(WIDE,))
+    forms = [
+        {"type": "input_image", "image_url": address(WIDE)},
+        {"type": "image", "bytes": TALL.data, "path": "no.png"},
+    ]
+    assert message_of({"role": "user", "content": forms}).pictures == (WIDE, TALL)  # as rows of datasets have them
 
 
 @pytest.mark.parametrize(
@@ -132,6 +149,20 @@ def test_the_processor_sees_a_picture_once(renderer, monkeypatch):
         renderer.prompt_ids([Message("user", "<image>?", pictures=(picture,))])
         sight.pixels(picture.id)
     assert calls == [picture]
+
+
+def test_the_tokens_of_a_picture_are_known_as_long_as_anybody_has_it(renderer, monkeypatch):
+    """While its pixels are kept, they need no second look; what is read of many pictures is not kept for ever."""
+    sight = renderer.tokenizer.sight
+    monkeypatch.setattr(sight, "seen", lambda one, seen=sight.seen: looks.append(one.name) or seen(one))
+    looks, before, data = [], len(sight.known), [drawn(32, 32, seed).data for seed in range(20, 24)]
+    first = sight.ids(Picture(data[0]))
+    for one in data:
+        sight.ids(Picture(one))
+    gc.collect()
+    assert len(looks) == 4 and len(sight.known) == before and sight.ids(Picture(data[0])) == first
+    sight.bytes -= sum(x.nbytes for x in sight.kept.pop(Picture(data[0]).id).pixels.values())
+    assert sight.ids(Picture(data[0])) == first and len(looks) == 5
 
 
 def test_prompts_that_cannot_be_are_one_line(renderer, toy):

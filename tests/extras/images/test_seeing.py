@@ -158,6 +158,14 @@ def test_what_reads_pictures_learns_if_it_is_asked_to(seeing):
     torch.testing.assert_close(logprobs, exact, atol=1e-6, rtol=0)
 
 
+def test_a_pass_without_pictures_gives_every_weight_a_gradient(seeing):
+    """Ranks that learn together wait for it, and other ranks may have pictures. The tower's is 0."""
+    logprobs, _ = completion_logprobs(seeing.model, batch_of(seeing.rows[:2]), 1.0)
+    logprobs.sum().backward()
+    assert all(p.grad is not None for p in seeing.model.parameters())
+    assert not of_tower(seeing.model).any()
+
+
 def test_rows_of_one_prompt_and_other_pictures_share_nothing(seeing):
     """The words are the same, and the pictures take as many places or not."""
     same = drawn(56, 84, 3)

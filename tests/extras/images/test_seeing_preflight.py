@@ -124,8 +124,9 @@ def test_prompts_without_pictures(probe, monkeypatch):
 def test_a_tower_with_fewer_features_than_a_prompt_has_places(probe, monkeypatch):
     probe.tokens  # noqa: B018 they are played before
     number = int(probe.tokens.ids.min())
-    name, ids = picture_of(number).name, probe.tokenizer.sight.known[number]
-    monkeypatch.setitem(probe.tokenizer.sight.known, number, (*ids, number))
+    sight, name = probe.tokenizer.sight, picture_of(number).name
+    ids = sight.ids(picture_of(number))
+    monkeypatch.setitem(sight.known, picture_of(number), (*ids, number))
     places = ids.count(number)
     with pytest.raises(UserError, match=f"^pictures {name} have {places + 1} places in prompts, and {places} features"):
         has_features(probe)
