@@ -39,6 +39,16 @@ def said(completions: Completions, gold: Sequence[str], **columns: Any) -> list[
     return [float(text_of(one).split() == right.split()) for one, right in zip(completions, gold, strict=True)]
 
 
+def words(completions: Completions, gold: Sequence[str], **columns: Any) -> list[float]:
+    """The share of the right answer's words that stand in their places; 0 for more or fewer words."""
+
+    def share(said: list[str], right: list[str]) -> float:
+        same = sum(one == other for one, other in zip(said, right, strict=False))
+        return same / len(right) if len(said) == len(right) else 0.0
+
+    return [share(text_of(one).split(), right.split()) for one, right in zip(completions, gold, strict=True)]
+
+
 def form(name: str, half: int) -> np.ndarray:
     """Return where a shape is, as booleans, [2 half, 2 half]."""
     y, x = np.abs(np.mgrid[: 2 * half, : 2 * half] - half + 0.5)

@@ -10,7 +10,7 @@ from PIL import Image
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
 from tasks.digits import Digits
-from tasks.shapes import COLORS, PLACES, SIDE, Shapes, said
+from tasks.shapes import COLORS, PLACES, SIDE, Shapes, said, words
 
 
 def pixels_of(message) -> np.ndarray:
@@ -44,6 +44,12 @@ def test_noise_is_as_large_as_asked_and_a_blind_policy_gets_the_same_grey():
 
 def test_the_answer_alone_is_right():
     assert said(["red", " red", "red or blue", "blue", ""], ["red"] * 5) == [1, 1, 0, 0, 0]
+
+
+def test_a_word_is_paid_where_it_stands():
+    answers = ["top left", "top right", "bottom right", "left top", "top", "top left left", ""]
+    assert words(answers, ["top left"] * 7) == [1, 0.5, 0, 0, 0, 0, 0]
+    assert words(["red", "blue"], ["red"] * 2) == [1, 0]
 
 
 def test_digits_say_what_to_install():
