@@ -204,7 +204,7 @@ def test_a_policy_that_reads_text_reads_a_word_in_place_of_a_tools_picture(toy, 
 
 
 def test_a_tools_text_may_have_the_token_of_a_picture(seeing):
-    """A page that a tool has read may: it is a word, and the conversation goes on with the same tokens."""
+    """A page that a tool has read may: it is a word, and later prompts begin with the same tokens."""
     render, looked = seeing.renderer.prompt_ids, Message("tool", "<image>", name="look", pictures=(FIRST,))
     talks = [[Message("user", "?"), Message("tool", f"a {word} b"), looked] for word in ("<image>", "[image]")]
     ids, words = map(render, talks)
