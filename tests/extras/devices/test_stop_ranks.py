@@ -74,7 +74,9 @@ def test_a_signal_to_one_rank_ends_both_in_the_middle_of_their_work(smoke, tmp_p
     def run(folder, *more):
         return command("train.py", *common, *more, f"hydra.run.dir={folder}", environment=environment)
 
-    asks = f"+task.at=[{at[0]},{at[1]}] +task.rank={rank} +task.folder={tmp_path} +task.alone={rollouts is None}".split()
+    asks = (
+        f"+task.at=[{at[0]},{at[1]}] +task.rank={rank} +task.folder={tmp_path} +task.alone={rollouts is None}".split()
+    )
     stopped = tmp_path / "stopped"
     first = run(stopped, *asks)
     print(first.stderr)
