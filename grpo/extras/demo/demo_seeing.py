@@ -38,8 +38,10 @@ def seeing_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def seeing_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Idefics3ForConditionalGeneration:
-    """Return a model with random weights for this tokenizer."""
+def seeing_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, places: float | None = None
+) -> Idefics3ForConditionalGeneration:
+    """Return a model with random weights for this tokenizer. places: see `seeing_folder`."""
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {"num_hidden_layers": 2, "initializer_range": SPREAD}
     text = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -61,7 +63,10 @@ def seeing_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Idefics3ForCo
     )
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        return Idefics3ForConditionalGeneration(config).eval()
+        model = Idefics3ForConditionalGeneration(config).eval()
+        if places is not None:
+            torch.nn.init.normal_(model.base_model.vision_model.embeddings.position_embedding.weight, std=places)
+        return model
 
 
 def save_processor(folder: Path) -> None:
@@ -101,22 +106,26 @@ def seeing_folder(
     seed: Whole = 0,
     steps: Whole = 60,
     lr: Positive = 2e-3,
+    places: Positive | None = None,
     cache: str | None = None,
     anew: str | None = None,
 ) -> str:
     """Return the folder of this recipe's model. It ships with the project, or the first call makes it and later calls find it.
 
     guesses: called with (count, seed), returns questions about pictures with random answers. cache, anew: as in `tiny_folder`.
+    places: spread of the tower's first positions; None for that of other weights, with which a feature says hardly where its
+    patch is: pixels are some forty times as large.
     """
     taught = getattr(guesses, "func", guesses).__module__
     recipe = {"version": RECIPE, "seed": seed, "steps": steps, "lr": lr, "taught": taught}
+    recipe |= {} if places is None else {"places": places}
     name = "seeing-" + hashlib.sha256(json.dumps([recipe, texts(guesses(20, seed))]).encode()).hexdigest()[:12]
 
     def make(folder: Path) -> None:
         conversations = guesses(steps * BATCH, seed)
         words = [text for conversation in texts(conversations) for text in conversation]
         tokenizer = seeing_tokenizer([text.replace(PICTURE, "") for text in words])
-        model = seeing_model(tokenizer, seed)
+        model = seeing_model(tokenizer, seed, places)
         with TemporaryDirectory() as draft:  # what a sight reads
             model.config.save_pretrained(draft)
             save_processor(Path(draft))
