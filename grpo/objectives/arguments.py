@@ -64,7 +64,7 @@ def too_old(cause: str, takes: Collection[str], corrected: bool, old_policy: str
     """Return the line about samples of an older policy that a surrogate takes as the policy's own, "" if it does not. cause: the
     setting that makes them old. takes: the names of its parameters. corrected: whether a correction weighs its loss."""
     compares = not {"ratio", "log_ratio", "old_logprobs"}.isdisjoint(takes)
-    if corrected or "rollout_logprobs" in takes or (compares and old_policy == "rollout"):
+    if corrected or (old_policy == "rollout" if compares else "rollout_logprobs" in takes):
         return ""
     line = f"{cause}: the samples are older than the policy, and this objective takes them as its own"
     bypass = "Algorithm.old_policy=rollout (the ratio compares with the policy that sampled) or " if compares else ""

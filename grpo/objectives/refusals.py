@@ -79,7 +79,7 @@ def combinations(a: Any) -> Iterator[str]:
 def wrong_between(a: Any) -> Iterator[str]:
     """Yield a line for old_policy=between where only a part of pi / mu would count, or the old policy is needed before a loss."""
     cause, fix = "Algorithm.old_policy=between", "set Algorithm.old_policy=trainer"
-    if a.correction is None:
+    if not weighs(a):
         line = "the ratio is then a root of policy / rollout policy, and a correction has the rest"
         yield f"{cause}: {line}: set Algorithm.correction=tis, or Algorithm.old_policy=rollout"
     if not uses_ratio(a):
@@ -89,6 +89,11 @@ def wrong_between(a: Any) -> Iterator[str]:
     needs = {f"KL.place={a.kl.place}": a.kl.in_reward, "the advantage": a.freezes_first, "the teacher's part": taught}
     for name in [name for name, is_on in needs.items() if is_on]:
         yield f"{cause}: {name} needs the old policy, which is not known before the update: {fix}"
+
+
+def weighs(a: Any) -> bool:
+    """Return whether a correction weighs tokens by old policy / rollout policy. One that only leaves rows out has weighs = False."""
+    return a.correction is not None and getattr(getattr(a.correction, "func", a.correction), "weighs", True)
 
 
 def uses_ratio(a: Any) -> bool:
@@ -115,6 +120,6 @@ def check_age(a: Any, cause: str) -> None:
     """Raise UserError if `a` takes samples of an older policy as the policy's own. cause: the setting that makes them old."""
     for term in a.others:
         term.check_age(a, cause)
-    line = too_old(cause, parameters(a.surrogate), a.correction is not None, a.old_policy)
+    line = too_old(cause, parameters(a.surrogate), weighs(a), a.old_policy)
     if a.policy_coef and line:
         raise UserError(line)

@@ -37,7 +37,7 @@ def one_by_one(rollouts: Rollouts) -> str | None:
     if hasattr(rollouts.sampler, "observe"):
         return f"the sampler {type(rollouts.sampler).__name__} chooses prompts by the rewards of the rollout before"
     if type(rollouts.selection) is not Everything:
-        return f"selection {type(rollouts.selection).__name__} decides by a whole rollout which prompts to play next"
+        return f"selection {type(rollouts.selection).__name__} decides by a whole rollout"
     if getattr(task, "state_dict", dict)():
         return "the task or its reward has a state, which changes from group to group"
     if "finished" not in signature(play).parameters:

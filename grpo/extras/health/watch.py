@@ -81,8 +81,9 @@ class Watch:
         if metric.name == "rollout/effective_groups" and TAUGHT & metrics.keys():
             return replace(metric, low=-math.inf)  # the policy learns from more than rewards
         if metric.name == "rollout/filtered":  # harmless while the entropy does not rise
-            start, _ = self.best.setdefault(metric.name, (metrics.get("loss/entropy", math.inf), 0.0))
-            return metric if metrics.get("loss/entropy", 0.0) > RISEN * start else replace(metric, high=1.0)
+            entropy = metrics.get("loss/entropy", math.nan)  # absent where no sample has signal
+            start, _ = self.best.setdefault(metric.name, (entropy, 0.0)) if math.isfinite(entropy) else (math.inf, 0.0)
+            return metric if entropy > RISEN * start else replace(metric, high=1.0)
         if metric.per:
             return replace(metric, low=metric.low * metrics.get(metric.per, math.inf))
         if metric.name == "rollout/staleness":

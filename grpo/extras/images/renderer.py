@@ -24,13 +24,13 @@ class SeeingRenderer(TemplateRenderer):
         return sight.expanded(super().prompt_ids(messages, tools, sight.folded(before)[0]), pictures)
 
     def texts(self, messages: Sequence[Message] | str, tools: Sequence[ToolSpec] = ()) -> Iterator[tuple[str, bool]]:
+        if not isinstance(messages, str):
+            messages = [self._quoted(message) if message.role == "tool" else message for message in messages]
         if pictures_of(messages) and self.tokenizer.chat_template is None:  # it writes the texts as they are
             shown = self.tokenizer.sight.text
             messages = [
                 replace(m, content=m.content.replace(MARK, shown), pictures=()) if m.pictures else m for m in messages
             ]
-        if not isinstance(messages, str):
-            messages = [self._quoted(message) if message.role == "tool" else message for message in messages]
         return super().texts(messages, tools)
 
     def _quoted(self, message: Message) -> Message:

@@ -16,6 +16,13 @@ def less_mean(rewards: Tensor) -> Tensor:
     return less_baseline(rewards, rewards.nanmean(dim=1, keepdim=True))
 
 
+def centred_std(rewards: Tensor, eps: NonNegative = 1e-4) -> Tensor:
+    """A_i = (r_i - mean(r)) / (s + eps), where s is the standard deviation of all r_i - mean(r) of the batch, ScaleRL, arXiv
+    2510.13786. In `batch_std` the means of the prompts add to the divisor."""
+    centred = less_mean(rewards)
+    return torch.where(centred == 0, 0.0, centred / (std(centred) + eps))
+
+
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = r_i - sum_j |o_j| r_j / sum_j |o_j|: the baseline of smallest variance, OPO, arXiv 2505.23585."""
     lengths = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))

@@ -54,3 +54,6 @@ def low_error(log_w: Tensor, mask: Tensor, most: Annotated[float, Range(1)] = 2.
     In `geometric`, tokens that became likelier make up for others; here every difference counts, an infinite one for certain."""
     errors = torch.where(mask, log_w.abs().exp(), 0.0)
     return (errors.sum(1, keepdim=True) <= most * mask.sum(1, keepdim=True)).to(log_w.dtype).expand_as(log_w)
+
+
+low_error.weighs = False

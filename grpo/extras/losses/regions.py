@@ -40,7 +40,13 @@ def icepop(
     return inside_region(ratio, advantages, gap > math.log(high), gap < math.log(low))
 
 
-def up(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: SomeShare = 0.2, dual: Positive | None = 3.0) -> Loss:
+def up(
+    ratio: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+    low: SomeShare = 0.2,
+    dual: Annotated[float, Range(1, above=True)] | None = 3.0,
+) -> Loss:
     """-A pi / sg(pi) where A > 0, so that the gradient is that of -A log pi, with no bound and no old policy; PPO's clip with
     `dual` elsewhere: UP-GRPO, arXiv 2607.06987. In `clip` a likely right token stops at 1 + high; here none ever does."""
     loss, logged = clip(ratio, advantages, low, None, dual)
@@ -66,6 +72,7 @@ def p3o(ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tenso
 
 def squared_residual(log_ratio: Tensor, advantages: Tensor, mask: Tensor, tau: Positive = 0.01) -> Tensor:
     """(A - tau S)^2 / (2 tau n), where S is the sum of log-ratios over the n tokens of the row: policy mirror descent, arXiv
-    2501.12599 and 2602.05933. Its gradient is that of -A log pi + tau S^2 / 2, over n: distance has a price, no bound."""
+    2501.12599 and 2602.05933. Its gradient is that of -A log pi + tau S^2 / 2, over n: distance has a price, no bound. With algo.level=sequence_sum
+    each token would have S, and the sum n S."""
     total, count = (log_ratio * mask).sum(1, keepdim=True), mask.sum(1, keepdim=True).clamp(min=1)
     return (advantages - tau * total).square() / (2 * tau * count)

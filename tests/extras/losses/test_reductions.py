@@ -13,6 +13,7 @@ from torch import tensor
 from grpo.apps.try_algorithm import check_algorithm
 from grpo.extras.losses.reductions import prompt_mean
 from grpo.extras.selection.samplers import pools
+from grpo.extras.selection.selection import WithSignal
 from grpo.objectives.loss import token_weights
 from grpo.system import distributed
 
@@ -51,9 +52,10 @@ def test_scalerl_makes_the_choices_of_its_paper():
     assert loss.item() == 5.0  # e^2 is cut to 5
     assert (config.rollout.ahead, config.rollout.max_staleness, algorithm.old_policy) == (8, 8, "rollout")
     assert config.model.head_dtype == "float32"
-    # rewards (1, 0) and (3, 0): means are the groups', the standard deviation is the batch's
+    # rewards (1, 0) and (3, 0): differences 0.5, -0.5, 1.5, -1.5, whose standard deviation is sqrt(5 / 3); that of the rewards is sqrt(2)
     advantages = algorithm.advantage(tensor([[1.0, 0.0], [3.0, 0.0]]))
-    close(advantages[:, 0] / advantages[0, 0], tensor([1.0, 3.0]))
+    close(advantages[:, 0], tensor([0.5, 1.5]) / (math.sqrt(5 / 3) + 1e-4))
+    assert isinstance(instantiate(config.selection), WithSignal)
     weight = {key: value for key, value in config.sampler.weight.items() if not key.startswith("_")}
     asked = SimpleNamespace(solved=np.array([math.nan, 0.0, 0.875, 0.9, 1.0]))
     assert pools(asked, **weight).tolist() == [1, 1, 1, 0, 0]
