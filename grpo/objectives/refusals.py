@@ -92,7 +92,7 @@ def wrong_between(a: Any) -> Iterator[str]:
 
 
 def weighs(a: Any) -> bool:
-    """Return whether a correction weighs tokens by old policy / rollout policy. One that only leaves rows out has weighs = False."""
+    """Return whether a correction weighs tokens by old policy / rollout policy. `weighs = False`: it only leaves some out."""
     return a.correction is not None and getattr(getattr(a.correction, "func", a.correction), "weighs", True)
 
 

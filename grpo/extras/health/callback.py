@@ -57,9 +57,9 @@ class Health(L.Callback):
             self.foreign = untaught(module.policy, callback.rollouts.task)
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
-        if batch.scores is not None and module.algorithm.mask_truncated:
+        if batch.groups and module.algorithm.mask_truncated:
             truncated = [sample.truncated for group in batch.groups for sample in group]
-            batch.metrics["rollout/filtered"] = sum(truncated) / max(1, len(truncated))
+            batch.metrics["rollout/filtered"] = sum(truncated) / len(truncated)
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}
         rows = {evaluation.rollout: evaluation.metrics for evaluation in batch.evaluations}
         rows |= {batch.rollout + 1: batch.metrics}

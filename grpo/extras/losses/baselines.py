@@ -20,7 +20,7 @@ def centred_std(rewards: Tensor, eps: NonNegative = 1e-4) -> Tensor:
     """A_i = (r_i - mean(r)) / (s + eps), where s is the standard deviation of all r_i - mean(r) of the batch, ScaleRL, arXiv
     2510.13786. In `batch_std` the means of the prompts add to the divisor."""
     centred = less_mean(rewards)
-    return torch.where(centred == 0, 0.0, centred / (std(centred) + eps))
+    return torch.where(centred == 0, 0.0, centred / (std(centred, None, 1) + eps))
 
 
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def p3o(ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tenso
 
 def squared_residual(log_ratio: Tensor, advantages: Tensor, mask: Tensor, tau: Positive = 0.01) -> Tensor:
     """(A - tau S)^2 / (2 tau n), where S is the sum of log-ratios over the n tokens of the row: policy mirror descent, arXiv
-    2501.12599 and 2602.05933. Its gradient is that of -A log pi + tau S^2 / 2, over n: distance has a price, no bound. With algo.level=sequence_sum
-    each token would have S, and the sum n S."""
+    2501.12599 and 2602.05933. Its gradient is that of -A log pi + tau S^2 / 2, over n: distance has a price, no bound. With
+    algo.level=sequence_sum each token would have S, and the sum n S."""
     total, count = (log_ratio * mask).sum(1, keepdim=True), mask.sum(1, keepdim=True).clamp(min=1)
     return (advantages - tau * total).square() / (2 * tau * count)

@@ -99,7 +99,8 @@ def dppo(
 
 def kpop(log_w: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, delta: Positive = 0.1) -> Tensor:
     """w, and 0 for a token on which trainer and engine disagree: max(KL(old || rollout), KL(rollout || old)) > delta, with
-    `bernoulli_kl`: KPop, which follows IcePop. Its authors tried 0.1 to 2 for delta, AReaL has 2. w has no bound. The mean of the loss counts the token."""
+    `bernoulli_kl`: KPop, which follows IcePop. Its authors tried 0.1 to 2 for delta, AReaL has 2. w has no bound. The mean of the
+    loss counts the token."""
     pair = old_logprobs, rollout_logprobs
     far = torch.maximum(bernoulli_kl(*pair), bernoulli_kl(*reversed(pair))) > delta
     return torch.where(far, 0.0, log_w.clamp(max=LARGEST_LOG_RATIO).exp())

@@ -371,7 +371,12 @@ def test_vllm_samples_beside_the_update(run):
 def test_objectives_that_take_old_samples_for_the_policys_own_are_refused():
     for overrides in ("algo.old_policy=rollout", "algo/correction=mis", "algo=rolo", "algo=rloo algo/correction=tis"):
         check_algorithm(preset(*overrides.split()), 4, 2, ahead=1)
-    for overrides in (["algo=gspo"], ["algo.level=none", "algo/surrogate=reinforce", "algo.old_policy=rollout"]):
+    for overrides in (
+        ["algo=gspo"],
+        ["algo/surrogate=ipo"],  # which leaves tokens out by mu, and weighs the others by the old policy
+        ["algo/correction=low_error"],  # leaves rows out, and weighs none
+        ["algo.level=none", "algo/surrogate=reinforce", "algo.old_policy=rollout"],
+    ):
         with pytest.raises(UserError, match="older than the policy") as refused:
             check_algorithm(preset(*overrides), 4, 2, ahead=1)
     assert "old_policy" not in str(refused.value)  # would change nothing: there is no ratio

@@ -34,8 +34,9 @@ def said(
     trainer = SimpleNamespace(optimizers=[])
     module = SimpleNamespace(policy=torch.nn.Linear(2, 2), algorithm=SimpleNamespace(mask_truncated=masked))
     for rollout, metrics in enumerate(values):
-        scores = SimpleNamespace(truncated=torch.arange(100) < metrics.pop("long", 0))
-        batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations), scores=scores)
+        long = metrics.pop("long", 0)
+        group = [SimpleNamespace(truncated=number < long) for number in range(100)]
+        batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations), groups=[group])
         health.on_train_batch_end(trainer, module, {}, batch, 0)
     return [record.getMessage() for record in caplog.records]
 
@@ -313,3 +314,9 @@ class Poison(L.Callback):
             module.policy.model.norm.weight.data[0] = torch.nan
         elif module.updates == 1:
             next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = torch.inf
+
+
+def test_filtered_answers_are_compared_with_the_first_entropy_that_is_known(caplog):
+    """A first rollout without signal has none."""
+    later = [{"long": 50}, {"long": 50, "loss/entropy": 0.4}, *({"long": 6, "loss/entropy": 0.7} for _ in range(3))]
+    assert len(said(Health(), caplog, *later, masked=True)) == 1

@@ -212,6 +212,12 @@ def test_a_tools_text_may_have_the_token_of_a_picture(seeing):
     assert render([*talks[0], Message("assistant", "ok"), Message("user", "so?")], before=ids)[: len(ids)] == ids
 
 
+def test_a_tools_picture_is_seen_without_a_template_too(seeing, monkeypatch):
+    talk = [Message("user", "?"), Message("tool", "<image>", name="look", pictures=(FIRST,))]
+    monkeypatch.setattr(seeing.renderer.tokenizer, "chat_template", None)
+    assert FIRST.id in seeing.renderer.prompt_ids(talk)
+
+
 def test_a_token_of_a_picture_in_a_text_is_one_line(seeing):
     """A user's text may not have the token that stands for a picture, here <image>; neither may a picture's place be missing."""
     with pytest.raises(UserError, match=r"a prompt has 0 pictures, and its text 1 places for them \(<image>\)"):

@@ -52,7 +52,7 @@ def test_scalerl_makes_the_choices_of_its_paper():
     assert loss.item() == 5.0  # e^2 is cut to 5
     assert (config.rollout.ahead, config.rollout.max_staleness, algorithm.old_policy) == (8, 8, "rollout")
     assert config.model.head_dtype == "float32"
-    # rewards (1, 0) and (3, 0): differences 0.5, -0.5, 1.5, -1.5, whose standard deviation is sqrt(5 / 3); that of the rewards is sqrt(2)
+    # rewards (1, 0) and (3, 0): the standard deviation of 0.5, -0.5, 1.5, -1.5 is sqrt(5 / 3), that of the rewards is sqrt(2)
     advantages = algorithm.advantage(tensor([[1.0, 0.0], [3.0, 0.0]]))
     close(advantages[:, 0], tensor([0.5, 1.5]) / (math.sqrt(5 / 3) + 1e-4))
     assert isinstance(instantiate(config.selection), WithSignal)
