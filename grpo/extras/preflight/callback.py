@@ -104,7 +104,7 @@ class PreflightCallback(L.Callback):
                         self.rollout.rounding = vars(probe).get("bound")
                         self.noted()
                         # at once: on a large model the checks take minutes
-                        show_verdict(name, self.verdicts[name], self.mode == "only")
+                        show_verdict(name, self.verdicts[name], self.mode == "only" or name in self.waived)
                         step()
                 with busy("measuring the plan"):
                     self.plan = plan_of(probe, self.evaluator, trainer.callbacks, self.parts, timed=bool(checks))
