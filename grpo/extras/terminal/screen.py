@@ -5,7 +5,6 @@ begins on a line of its own, is broken between words where it is longer than the
 that is no terminal stays as it was said.
 """
 
-import logging
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, Group, NewLine, RenderableType
 from rich.control import Control
@@ -23,9 +22,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo.extras.terminal.streams import Stream, log_line
 from grpo.extras.terminal.wrapping import wrapped
 from grpo.system.output import console as output
-from grpo.system.output.console import Logged, log_files, to_logs
+from grpo.system.output.console import Logged
 
 PATIENCE = 2.0  # seconds after which work has a bar
 TICK = 0.2  # seconds between two looks at what changes in place
@@ -57,50 +57,6 @@ class Work:
         return shown
 
 
-class Stream:
-    """Standard output or standard error beside a screen. real: where it writes. Mutable: rest, the begin of a line that is not
-    written yet; open, what of a line without an end is written; screen, None once it is off."""
-
-    def __init__(self, real: TextIO, screen: "Screen") -> None:
-        self.real, self.rest, self.open = real, "", ""
-        self.screen: Screen | None = screen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def write(self, text: str) -> int:
-        """Say the lines that end in this text."""
-        if (screen := self.screen) is None:
-            return self.real.write(text)
-        with screen.lock:
-            logger = spoken_by_logging(self)
-            if logger and (self.rest or self.open):
-                self.flush()
-                screen.end_line()
-            *lines, self.rest = (self.rest + text).split("\n")
-            for line in lines:
-                screen.say(line, self, logged=not logger)
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """Say these lines."""
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        """Write the begin of a line, too, as a program that shows dots expects it."""
-        if self.rest and (screen := self.screen):
-            with screen.lock:
-                screen.begin_line(self)
-        self.real.flush()
-
-
-def spoken_by_logging(stream: Stream) -> bool:
-    """Return whether it is a handler of the root logger that writes to a stream at this moment: the log file has its records."""
-    handlers = [handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) is stream]
-    return any(handler.lock._is_owned() for handler in handlers if handler.lock)
-
-
 class Wrapping(Logged):
     """The console of a screen: its single lines are broken between words, and whole in the log. Mutable: screen."""
 
@@ -129,7 +85,7 @@ class Screen:
     """Takes standard output and standard error from `start` until `stop`, and shows what takes long.
 
     bars: whether anything may change in place; else there are lines alone. Mutable: status, which stays below the lines; works,
-    what the program is doing, the innermost last; now, the one of them that `doing` has named.
+    what the program is doing, the innermost last; now, the one of them that `doing` has named; drawn, what is in place.
     """
 
     def __init__(self, bars: bool = True) -> None:
@@ -138,11 +94,12 @@ class Screen:
         self.folds = self.out.real.isatty()
         self.console: Console = Wrapping(file=self.out.real) if self.folds else output.console(file=self.out.real)
         self.sized = Console(file=(self.out if self.folds else self.err).real)
-        self.bars = bars and self.folds and not self.console.is_dumb_terminal
+        self.allowed = bars and self.folds and not self.console.is_dumb_terminal
         self.status: RenderableType | None = None
         self.works: list[Work] = []
         self.now: Work | None = None
         self.live: Live | None = None
+        self.drawn = ""
         self.open: Stream | None = None  # whose line has no end yet
         self.over = threading.Event()
 
@@ -153,7 +110,7 @@ class Screen:
         sys.stdout, sys.stderr = self.out, self.err
         output.SCREENS.append(self)
         self.hook, sys.breakpointhook = sys.breakpointhook, self.debugged
-        if self.bars:
+        if self.allowed:
             threading.Thread(target=self._tick, name="screen", daemon=True).start()
         return self
 
@@ -177,7 +134,7 @@ class Screen:
     def debugged(self, *given: Any, **named: Any) -> Any:
         """In place of sys.breakpointhook: from now on nothing changes in place below what a person types."""
         with self.lock:
-            self.bars = False
+            self.allowed = False
             self.clear()
         return self.hook(*given, **named)
 
@@ -228,6 +185,12 @@ class Screen:
     # -- what changes in place
 
     @property
+    def bars(self) -> bool:
+        """Whether anything may change in place now: not where other processes of the run write to the terminal, too. Torchrun and
+        Lightning say so in the environment."""
+        return self.allowed and os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) == "1"
+
+    @property
     def others(self) -> bool:
         """Whether something else of rich changes in place, as the bar of an evaluation."""
         return bool([live for live in getattr(self.console, "_live_stack", []) if live is not self.live])
@@ -263,10 +226,13 @@ class Screen:
         return Group(*([] if self.status is None else [self.status]), *long[-1:])
 
     def tick(self) -> None:
-        """Show what has changed in place."""
+        """Show what has changed in place. If nothing has, lines of libraries in C and of other processes stay where they are."""
         with self.lock:
-            if not self.bars or self.open or self.others or not self.in_place().renderables:
+            if not self.bars or self.open or self.others or not (shown := self.in_place()).renderables:
                 return self.clear()
+            drawn, self.drawn = self.drawn, "".join(part.text for part in self.console.render(shown))
+            if self.live and drawn == self.drawn:
+                return
             if self.live is None:  # a new one: rich would erase the lines where the last one was
                 options = {"auto_refresh": False, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
                 self.live = Live(get_renderable=self.in_place, console=self.console, **options)
@@ -284,12 +250,6 @@ class Screen:
     def _tick(self) -> None:
         while not self.over.wait(TICK):
             self.tick()
-
-
-def log_line(line: str) -> None:
-    """Write a line to the log files, as it was last, without colors."""
-    if line.strip() and log_files():
-        to_logs(Text.from_ansi(line.rpartition("\r")[2] or line).plain)
 
 
 @contextmanager

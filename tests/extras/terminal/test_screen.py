@@ -158,6 +158,29 @@ def test_what_takes_long_has_a_bar_that_goes_when_it_is_done(terminal):
     assert re.search(r"preflight ━+.* 2/19 0:00", drawn)
 
 
+def test_what_stands_still_is_drawn_once(terminal):
+    """Redrawn, it would erase the lines of libraries in C and of other processes."""
+    with terminal() as shown:
+        there = SCREENS[-1]
+        there.status = Text("1/30")
+        for _ in range(5):
+            there.tick()
+        there.status = Text("2/30")
+        there.tick()
+    assert (shown.raw.count("1/30"), shown.raw.count("2/30")) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_several_processes_on_one_terminal_have_no_bars(terminal, monkeypatch, name):
+    with terminal() as shown:
+        there = SCREENS[-1]
+        monkeypatch.setenv(name, "2")  # by Lightning, after the screen has begun
+        there.status = Text("1/30")
+        there.tick()
+        assert not there.bars
+    assert "1/30" not in shown.raw
+
+
 def test_a_bar_of_what_is_done_now_hides_that_of_the_whole_program(terminal):
     with terminal(), busy("working"):
         there = SCREENS[-1]

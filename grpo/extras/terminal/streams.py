@@ -1,0 +1,61 @@
+"""Standard output and standard error beside a screen: what is written there, line by line, and in the log file."""
+
+import logging
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.text import Text
+
+from grpo.system.output.console import log_files, to_logs
+
+if TYPE_CHECKING:
+    from grpo.extras.terminal.screen import Screen
+
+
+class Stream:
+    """Standard output or standard error beside a screen. real: where it writes. Mutable: rest, the begin of a line that is not
+    written yet; open, what of a line without an end is written; screen, None once it is off."""
+
+    def __init__(self, real: TextIO, screen: "Screen") -> None:
+        self.real, self.rest, self.open = real, "", ""
+        self.screen: Screen | None = screen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def write(self, text: str) -> int:
+        """Say the lines that end in this text."""
+        if (screen := self.screen) is None:
+            return self.real.write(text)
+        with screen.lock:
+            logger = spoken_by_logging(self)
+            if logger and (self.rest or self.open):
+                self.flush()
+                screen.end_line()
+            *lines, self.rest = (self.rest + text).split("\n")
+            for line in lines:
+                screen.say(line, self, logged=not logger)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Say these lines."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write the begin of a line, too, as a program that shows dots expects it."""
+        if self.rest and (screen := self.screen):
+            with screen.lock:
+                screen.begin_line(self)
+        self.real.flush()
+
+
+def spoken_by_logging(stream: Stream) -> bool:
+    """Return whether it is a handler of the root logger that writes to a stream at this moment: the log file has its records."""
+    handlers = [handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) is stream]
+    return any(handler.lock._is_owned() for handler in handlers if handler.lock)
+
+
+def log_line(line: str) -> None:
+    """Write a line to the log files, as it was last, without colors."""
+    if line.strip() and log_files():
+        to_logs(Text.from_ansi(line.rpartition("\r")[2] or line).plain)
