@@ -5,6 +5,7 @@ begins on a line of its own, is broken between words where it is longer than the
 that is no terminal stays as it was said.
 """
 
+import builtins
 import os
 import re
 import sys
@@ -85,7 +86,8 @@ class Screen:
     """Takes standard output and standard error from `start` until `stop`, and shows what takes long.
 
     bars: whether anything may change in place; else there are lines alone. Mutable: status, which stays below the lines; works,
-    what the program is doing, the innermost last; now, the one of them that `doing` has named; drawn, what is in place.
+    what the program is doing, the innermost last; now, the one of them that `doing` has named; drawn, what is in place;
+    typed, the questions that wait for a person.
     """
 
     def __init__(self, bars: bool = True) -> None:
@@ -99,7 +101,7 @@ class Screen:
         self.works: list[Work] = []
         self.now: Work | None = None
         self.live: Live | None = None
-        self.drawn = ""
+        self.drawn, self.typed = "", 0
         self.open: Stream | None = None  # whose line has no end yet
         self.over = threading.Event()
 
@@ -110,6 +112,7 @@ class Screen:
         sys.stdout, sys.stderr = self.out, self.err
         output.SCREENS.append(self)
         self.hook, sys.breakpointhook = sys.breakpointhook, self.debugged
+        self.ask, builtins.input = builtins.input, self.asked
         if self.allowed:
             threading.Thread(target=self._tick, name="screen", daemon=True).start()
         return self
@@ -128,6 +131,7 @@ class Screen:
                 self.console.screen = None
             output.SCREENS.remove(self)
             sys.breakpointhook = self.hook
+            builtins.input = self.ask if builtins.input == self.asked else builtins.input
             sys.stdout = self.out.real if sys.stdout is self.out else sys.stdout
             sys.stderr = self.err.real if sys.stderr is self.err else sys.stderr
 
@@ -137,6 +141,16 @@ class Screen:
             self.allowed = False
             self.clear()
         return self.hook(*given, **named)
+
+    def asked(self, *prompt: Any) -> str:
+        """In place of input, which pdb and code.interact use, too: nothing changes in place while a person types."""
+        with self.lock:
+            self.typed += 1
+            self.clear()
+        try:
+            return self.ask(*prompt)
+        finally:
+            self.typed -= 1
 
     # -- lines
 
@@ -186,9 +200,9 @@ class Screen:
 
     @property
     def bars(self) -> bool:
-        """Whether anything may change in place now: not where other processes of the run write to the terminal, too. Torchrun and
-        Lightning say so in the environment."""
-        return self.allowed and os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) == "1"
+        """Whether anything may change in place now: not while a person types, and not where other processes of the run write to the
+        terminal, too. Torchrun and Lightning say so in the environment."""
+        return self.allowed and not self.typed and os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) == "1"
 
     @property
     def others(self) -> bool:

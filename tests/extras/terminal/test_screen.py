@@ -215,6 +215,26 @@ def test_a_debugger_is_not_drawn_over(terminal, monkeypatch):
         assert asked == [None] and SCREENS[-1].live is None
 
 
+def test_an_answer_is_not_drawn_over(terminal, monkeypatch):
+    """As pdb.set_trace() and code.interact() ask for one; afterwards the status comes back."""
+
+    def answer(prompt):
+        SCREENS[-1].tick()
+        return f"{prompt} {SCREENS[-1].live}"
+
+    monkeypatch.setattr("builtins.input", answer)
+    with terminal():
+        there = SCREENS[-1]
+        there.status = Text("1/30")
+        there.tick()
+        assert input("live:") == "live: None"
+        there.tick()
+        assert there.live
+        with screen(bars=False):
+            assert input != there.asked
+        assert input == there.asked
+
+
 @pytest.mark.parametrize(
     ("line", "rows"),
     [
