@@ -82,7 +82,7 @@ class Terminal(L.Callback):
     the log alone, and the summary is in both.
 
     folder: the run's folder. num_rollouts: length of the run. samples: completions shown at the start and at the end.
-    samples_every: rollouts between further completions; 0: none in between. every: if the output is not a terminal, rollouts
+    samples_every: rollouts between further completions; 0: none in between. every: where nothing changes in place, rollouts
     between two lines; 0: none. columns: more metrics in the line of a rollout; one that the rollout lacks is left out.
     """
 
@@ -174,7 +174,7 @@ class Terminal(L.Callback):
             self.screen.tick()
         due = self.every and (rollout % self.every == 0 or rollout == self.num_rollouts)
         if due:
-            to_logs(f"rollout {line}") if self.console.is_terminal else self.line(f"rollout {line}")
+            to_logs(f"rollout {line}") if self.screen and self.screen.bars else self.line(f"rollout {line}")
         between = not first and rollout < self.num_rollouts
         if between and self.samples_every and rollout % self.samples_every == 0:
             self.show(batch)

@@ -200,9 +200,10 @@ class Screen:
 
     @property
     def bars(self) -> bool:
-        """Whether anything may change in place now: not while a person types, and not where other processes of the run write to the
-        terminal, too. Torchrun and Lightning say so in the environment."""
-        return self.allowed and not self.typed and os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) == "1"
+        """Whether anything may change in place now: not while a person types, and not where other processes of the run, of which
+        torchrun and Lightning tell in the environment, write to the terminal, too."""
+        processes = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+        return self.allowed and not self.typed and processes == "1"
 
     @property
     def others(self) -> bool:

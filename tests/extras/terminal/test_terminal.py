@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -251,6 +252,21 @@ def test_what_a_resumed_run_tells_of_its_first_part(capsys):
     state = resumed.state_dict()
     assert not SCREENS and 3600 <= state["seconds"] < 3660 and state["spent"] == {"Task.score": 2.5}
     SPENT.clear()
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_progress_is_said_by_lines_where_nothing_can_change_in_place(monkeypatch, capsys, bars):
+    """As on a dumb terminal, with colors in a pipe, and after breakpoint()."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = Terminal("run", 2, samples=0, every=1)
+    shown.on_fit_start(None, None)
+    assert shown.console.is_terminal and not shown.screen.bars
+    if bars:
+        shown.screen = SimpleNamespace(bars=True, tick=list, doing=str)
+    batch = SimpleNamespace(rollout=0, metrics=ROLLOUT, evaluations=[], groups=[])
+    shown.on_train_batch_end(None, None, None, batch, 0)
+    shown.away()
+    assert ("rollout 1/2  reward 0.50" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)) != bars
 
 
 def test_a_long_prompt_shows_its_question_at_the_end():
