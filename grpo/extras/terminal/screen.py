@@ -93,7 +93,7 @@ class Screen:
     def __init__(self, bars: bool = True) -> None:
         self.lock = threading.RLock()
         self.out, self.err = Stream(sys.stdout, self), Stream(sys.stderr, self)
-        self.folds = self.out.real.isatty()
+        self.folds = self.out.isatty()
         self.console: Console = Wrapping(file=self.out.real) if self.folds else output.console(file=self.out.real)
         self.sized = Console(file=(self.out if self.folds else self.err).real)
         self.allowed = bars and self.folds and not self.console.is_dumb_terminal
@@ -132,8 +132,8 @@ class Screen:
             output.SCREENS.remove(self)
             sys.breakpointhook = self.hook
             builtins.input = self.ask if builtins.input == self.asked else builtins.input
-            sys.stdout = self.out.real if sys.stdout is self.out else sys.stdout
-            sys.stderr = self.err.real if sys.stderr is self.err else sys.stderr
+            sys.stdout = self.out.given if sys.stdout is self.out else sys.stdout
+            sys.stderr = self.err.given if sys.stderr is self.err else sys.stderr
 
     def debugged(self, *given: Any, **named: Any) -> Any:
         """In place of sys.breakpointhook: from now on nothing changes in place below what a person types."""
@@ -168,7 +168,7 @@ class Screen:
 
     def put(self, line: str, stream: Stream) -> None:
         """Write a whole line, above what changes in place."""
-        if not stream.real.isatty():
+        if not stream.isatty():
             stream.real.write(f"{line}\n")
         elif self.folds and not MOVES.search(line) and (self.live or self.others or "\x1b" in line):
             Console.print(self.console, wrapped(Text.from_ansi(line), self.sized.width), soft_wrap=True)

@@ -1,5 +1,6 @@
 """Standard output and standard error beside a screen: what is written there, line by line, and in the log file."""
 
+import io
 import logging
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -11,16 +12,28 @@ if TYPE_CHECKING:
     from grpo.extras.terminal.screen import Screen
 
 
-class Stream:
-    """Standard output or standard error beside a screen. real: where it writes. Mutable: rest, the begin of a line that is not
-    written yet; open, what of a line without an end is written; screen, None once it is off."""
+class Nowhere(io.TextIOBase):
+    """In place of a standard stream that is closed, or None, as in a program without a console."""
 
-    def __init__(self, real: TextIO, screen: "Screen") -> None:
-        self.real, self.rest, self.open = real, "", ""
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class Stream:
+    """Standard output or standard error beside a screen. given: the stream itself; real: where it writes. Mutable: rest, the
+    begin of a line that is not written yet; open, what of a line without an end is written; screen, None once it is off."""
+
+    def __init__(self, given: TextIO | None, screen: "Screen") -> None:
+        self.given, self.rest, self.open = given, "", ""
+        self.real: Any = Nowhere() if given is None or getattr(given, "closed", False) else given
         self.screen: Screen | None = screen
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal: not if it does not know, as one of a user that writes into two files."""
+        return getattr(self.real, "isatty", bool)()
 
     def write(self, text: str) -> int:
         """Say the lines that end in this text."""

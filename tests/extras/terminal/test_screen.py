@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,38 @@ def test_an_answer_is_not_drawn_over(terminal, monkeypatch):
         with screen(bars=False):
             assert input != there.asked
         assert input == there.asked
+
+
+def closed() -> StringIO:
+    (stream := StringIO()).close()
+    return stream
+
+
+class Tee:
+    """As users write one: it has no isatty. said: what it got."""
+
+    said = ""
+
+    def write(self, text: str) -> None:
+        self.said += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [None, closed(), tee := Tee()])
+def test_a_stream_that_is_not_there_or_knows_little(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with screen() as there:
+        there.status = Text("1/30")
+        there.tick()
+        print(LINE)
+        print("and", end="", flush=True)
+        console().print("more")
+    assert sys.stdout is stream and sys.stderr is stream
+    if stream is tee:
+        assert tee.said == f"{LINE}\nandmore\n"
 
 
 @pytest.mark.parametrize(
