@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,22 +118,23 @@ class Screen:
         return self
 
     def stop(self) -> None:
-        """End, and leave nothing that changes in place."""
+        """End, and leave nothing that changes in place. The streams are given back even if one of them is broken."""
         self.over.set()
         with self.lock:
-            self.status, self.works = None, []
-            for stream in (self.out, self.err):
-                stream.flush()
-                log_line(stream.open)
-                stream.screen = None
-            self.clear()
-            if self.folds:
-                self.console.screen = None
-            output.SCREENS.remove(self)
+            output.SCREENS[:] = [other for other in output.SCREENS if other is not self]
             sys.breakpointhook = self.hook
             builtins.input = self.ask if builtins.input == self.asked else builtins.input
             sys.stdout = self.out.given if sys.stdout is self.out else sys.stdout
             sys.stderr = self.err.given if sys.stderr is self.err else sys.stderr
+            self.status, self.works = None, []
+            for stream in (self.out, self.err):
+                with suppress(OSError, ValueError):  # it has been closed, or nobody reads it any more
+                    stream.flush()
+                    self.clear()
+                log_line(stream.open)
+                stream.screen = None
+            if self.folds:
+                self.console.screen = None
 
     def debugged(self, *given: Any, **named: Any) -> Any:
         """In place of sys.breakpointhook: from now on nothing changes in place below what a person types."""
@@ -280,6 +281,7 @@ def screen(bars: bool = True) -> Iterator[Screen]:
 def forget() -> None:
     """Leave a fork of the process without a screen: it has no thread that draws, and locks of the parent may be held for ever."""
     for shown in output.SCREENS:
+        shown.lock, shown.allowed, shown.live = threading.RLock(), False, None
         shown.out.screen = shown.err.screen = None
         if isinstance(shown.console, Wrapping):
             shown.console.screen = None

@@ -1,10 +1,13 @@
 """A person sees this on a real terminal while a program speaks through print, logging and rich, and its log has that."""
 
+import builtins
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from io import StringIO
@@ -196,13 +199,24 @@ def test_a_bar_of_what_is_done_now_hides_that_of_the_whole_program(terminal):
 def test_a_fork_speaks_without_the_screen(terminal):
     """Its locks may be held for ever by the thread that draws."""
     with terminal() as shown:
-        there = SCREENS[-1]
-        with there.lock:
-            if not (child := os.fork()):
-                sys.stdout.write("of the child\n")
-                sys.stdout.flush()
-                os._exit(len(SCREENS))
-            assert os.waitpid(child, 0)[1] == 0
+        there, taken, free = SCREENS[-1], threading.Event(), threading.Event()
+
+        def draw() -> None:
+            with there.lock:
+                taken.set()
+                free.wait()
+
+        threading.Thread(target=draw).start()
+        taken.wait()
+        if not (child := os.fork()):
+            signal.alarm(10)
+            sys.stdout.write("of the child\n")
+            sys.stdout.flush()
+            there.tick()
+            there.stop()
+            os._exit(len(SCREENS) + there.bars)
+        free.set()
+        assert os.waitpid(child, 0)[1] == 0
     assert shown.lines == ["of the child"]
 
 
@@ -234,6 +248,22 @@ def test_an_answer_is_not_drawn_over(terminal, monkeypatch):
         with screen(bars=False):
             assert input != there.asked
         assert input == there.asked
+
+
+def test_the_streams_are_given_back_though_one_is_broken(monkeypatch):
+    out, err = StringIO(), StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    asked, hook = builtins.input, sys.breakpointhook
+    there = Screen().start()
+    sys.stdout.write("a line without an end")
+    err.write("before, ")
+    sys.stderr.write("and this")
+    out.close()
+    there.stop()
+    there.stop()  # as if a program with a screen of its own had been there first
+    assert sys.stdout is out and sys.stderr is err and err.getvalue() == "before, and this"
+    assert not SCREENS and builtins.input is asked and sys.breakpointhook is hook
 
 
 def closed() -> StringIO:
