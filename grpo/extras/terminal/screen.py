@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo.extras.terminal.streams import Stream, log_line
+from grpo.extras.terminal.streams import Stream, last, log_line
 from grpo.extras.terminal.wrapping import wrapped
 from grpo.system.output import console as output
 from grpo.system.output.console import Logged
@@ -186,14 +186,15 @@ class Screen:
         if self.open is not stream:
             self.end_line()
         stream.real.write(stream.rest)
-        stream.open, stream.rest = stream.open + stream.rest, ""
+        line, stream.rest = stream.open + stream.rest, ""
+        stream.open = last(line) + "\r" * line.endswith("\r")
         # a library has removed its bar if the line is blank
-        self.open = stream if CONTROLS.sub("", stream.open.rpartition("\r")[2]).strip() else None
+        self.open = stream if CONTROLS.sub("", stream.open).strip() else None
 
     def end_line(self) -> None:
-        """End the line that waits for its end, before another one begins."""
+        """End the line that waits for its end, before another one begins. A file has it as it was said."""
         if self.open:
-            self.open.real.write("\n")
+            self.open.real.write("\n" * self.open.isatty())
             log_line(self.open.open)
             self.open.open, self.open = "", None
 

@@ -47,6 +47,8 @@ class Stream:
             *lines, self.rest = (self.rest + text).split("\n")
             for line in lines:
                 screen.say(line, self, logged=not logger)
+            if "\r" in self.rest:  # as a program counts in place
+                screen.begin_line(self)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -68,7 +70,12 @@ def spoken_by_logging(stream: Stream) -> bool:
     return any(handler.lock._is_owned() for handler in handlers if handler.lock)
 
 
+def last(line: str) -> str:
+    """Return what is seen of a line that carriage returns begin anew: the last part that is not empty."""
+    return next((part for part in reversed(line.split("\r")) if part), "")
+
+
 def log_line(line: str) -> None:
     """Write a line to the log files, as it was last, without colors."""
     if line.strip() and log_files():
-        to_logs(Text.from_ansi(line.rpartition("\r")[2] or line).plain)
+        to_logs(Text.from_ansi(last(line)).plain)

@@ -124,6 +124,34 @@ def test_no_two_messages_share_a_line(terminal):
     assert [line[9:] for line in shown.log.splitlines()] == said
 
 
+def test_a_count_in_place_is_shown_at_once_and_kept_once(terminal):
+    with terminal() as shown:
+        there = SCREENS[-1]
+        there.status = Text("1/30")
+        for number in range(3):
+            print(f"step {number}", end="\r")
+            there.tick()
+        assert (there.open, sys.stdout.rest, sys.stdout.open) == (sys.stdout, "", "step 2\r")
+        print("of stderr", file=sys.stderr)
+        print("bar", end="\r")
+        print("   ", end="\r")  # it is removed
+        assert there.open is None
+        there.status = None
+    assert "step 0\rstep 1\rstep 2\r" in shown.raw and shown.lines == ["step 2", "of stderr"]
+    assert [line[9:] for line in shown.log.splitlines()] == ["step 2", "of stderr"]
+
+
+def test_a_file_beside_a_terminal_has_what_was_said(terminal, monkeypatch):
+    file = StringIO()
+    with terminal() as shown, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        with screen(bars=False):
+            print("one, ", end="", file=sys.stderr, flush=True)
+            print("a line")
+            print("two", file=sys.stderr)
+    assert file.getvalue() == "one, two\n" and shown.lines == ["a line"]
+
+
 def test_messages_come_above_what_changes_in_place_which_is_gone_at_the_end(terminal):
     with terminal() as shown:
         there = SCREENS[-1]
