@@ -2,14 +2,11 @@
 
 import io
 import logging
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.text import Text
 
 from grpo.system.output.console import log_files, to_logs
-
-if TYPE_CHECKING:
-    from grpo.extras.terminal.screen import Screen
 
 
 class Nowhere(io.TextIOBase):
@@ -21,12 +18,13 @@ class Nowhere(io.TextIOBase):
 
 class Stream:
     """Standard output or standard error beside a screen. given: the stream itself; real: where it writes. Mutable: rest, the
-    begin of a line that is not written yet; open, what of a line without an end is written; screen, None once it is off."""
+    begin of a line that is not written yet; open, what of a line without an end is written; screen, the Screen, None once it is
+    off."""
 
-    def __init__(self, given: TextIO | None, screen: "Screen") -> None:
+    def __init__(self, given: TextIO | None, screen: Any) -> None:
         self.given, self.rest, self.open = given, "", ""
         self.real: Any = Nowhere() if given is None or getattr(given, "closed", False) else given
-        self.screen: Screen | None = screen
+        self.screen = screen
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
