@@ -105,22 +105,38 @@ const COMPARED = "Held-out accuracy of the finished runs in their last evaluatio
   + "are chosen, with one run of each seed. Intervals are 95 %: they cover other seeds and other problems if an arm has several seeds, and other problems only if it has one. "
   + "Differences are in percentage points, on the problems that both arms have; Holm's p-value corrects for the number of comparisons.";
 
+/** Returns sentences about rows of the comparison with few problems, or none, in common. first: the row the others are compared with. */
+function fewInCommon(rows, first) {
+  const few = (n, of) => (n ? `only ${n} of ${plural(of, "problem")}` : "no problem");
+  const rank = ({ arm }) => data.arms.slice(0, arm).filter(({ seeds }) => seeds).length;
+  const said = rows.filter((row) => row.seeds).flatMap((row) => {
+    const own = row.n ?? 0;
+    const n = row.p == null ? 0 : row.better + row.worse + row.ties;
+    const most = Math.max(own, first.n ?? 0);
+    if (own < row.asked / 2) return [`The seeds of ${row.label} have ${few(own, row.asked)} in common.`];
+    if (row === first || n >= most / 2) return [];
+    if (Math.max(rank(row), rank(first)) >= data.compared) return [`The page compares the first ${plural(data.compared, "arm")} alone.`];
+    return [`${row.label} and ${first.label} have ${few(n, most)} in common.`];
+  });
+  return [...new Set(said)];
+}
+
 /** Returns the comparison of arms with one of them. */
 function comparison(arms, runs, changed) {
   const known = arms.filter((arm) => data.arms[arm].value != null);
   const first = known.find((arm) => runs.some((run) => run.arm === arm && run.name === chosenBy.against)) ?? known[0];
   const against = html("select", { id: "against", "aria-label": "compare with", change: () => { chosenBy.against = against.value; changed(); } },
     known.map((arm) => html("option", { value: runs.find((run) => run.arm === arm).name, selected: arm === first }, data.arms[arm].label)));
-  const rows = arms.map((arm) => ({ ...data.arms[arm], ...(arm === first ? {} : pair(first, arm)) }));
+  const rows = arms.map((arm) => ({ arm, ...data.arms[arm], ...(arm === first ? {} : pair(first, arm)) }));
   const tested = rows.filter((row) => row.p != null);
   holm(tested.map((row) => row.p)).forEach((p, i) => { tested[i].holm = p; });
   const points = (value) => (100 * value).toFixed(1).replace("-", "−");
   const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${points(low)} to ${points(high)}`));
-  const cells = rows.map((row) => [row.label, String(row.seeds), row.value == null ? "–" : html("span", {}, perCent(row.value), range(row.low, row.high)),
+  const cells = rows.map((row) => [row.label, String(row.seeds), row.value == null ? "–" : String(row.n), row.value == null ? "–" : html("span", {}, perCent(row.value), range(row.low, row.high)),
     ...(row.p == null ? ["–", "–", "–", "–"] : [html("span", {}, points(row.difference), range(row.difference_low, row.difference_high)), tell(row.p), tell(row.holm), `${row.better} / ${row.worse} / ${row.ties}`])]);
   return [known.length > 1 ? html("p", { class: "row" }, html("label", { for: "against" }, "compare with"), against) : null,
-    table(["arm", "seeds", "held-out accuracy", "difference", "p", "p (Holm)", "better / worse / ties"], cells),
-    tested.length + 1 < known.length ? html("p", { class: "soft" }, `Some arms have no comparison: they have no problem in common, or are not among the first ${data.compared} arms, which the page compares.`) : null];
+    table(["arm", "seeds", "problems", "held-out accuracy", "difference", "p", "p (Holm)", "better / worse / ties"], cells),
+    ...fewInCommon(rows, rows.find((row) => row.arm === first) ?? rows[0]).map((words) => html("p", { class: "soft" }, words))];
 }
 
 /** Returns the answers of runs to one problem, side by side. */

@@ -127,11 +127,12 @@ def evaluation(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def accuracy_of(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
-    """Return the number of seeds of an arm, and its accuracy with its interval, from the verdicts of each seed."""
+    """Return the seeds of an arm, the largest number of problems that one of them was asked (asked), and the accuracy on those
+    that all were asked (n) with its interval. tables: `Run.verdicts` of each seed."""
     shares = [table["accuracy"].dropna() for table in tables]
     items = sorted(set.intersection(*(set(share.index) for share in shares))) if shares else []
     found = arm_interval([share[items] for share in shares])._asdict() if items else {}
-    return {"seeds": len(tables), **found}
+    return {"seeds": len(tables), "asked": max(map(len, shares), default=0), **found}
 
 
 def curves_of(metrics: pd.DataFrame, every: int) -> dict[str, Any]:

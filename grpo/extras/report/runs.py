@@ -16,8 +16,8 @@ from grpo.system.metrics import about
 from grpo.system.ranges import flat
 
 # keys that may differ between runs of one arm: of each command, not of what is learned
-SAME = ("ckpt_path", "output_dir", "replay", "trust", "max_time", "report", "forecast", "device")
-SAME += ("optim.skipped", "trainer.default_root_dir")
+SAME = ("seed", "data_seed", "ckpt_path", "output_dir", "replay", "trust", "max_time", "report", "forecast")
+SAME += ("device", "optim.skipped", "trainer.default_root_dir")
 SHOWN = ("callbacks", "logger", "hydra", "preflight", "resume", "export")  # groups that may differ, too
 
 
@@ -77,9 +77,10 @@ class Difference(NamedTuple):
 
 
 def counts(key: str) -> bool:
-    """Return whether a key matters for what a run learns: it is no seed, no folder of the run, and no way to show or check it."""
+    """Return whether a key matters for what a run learns: it is no seed of the run (that of a task counts), no
+    folder of the run, and no way to show or check it."""
     group = key.partition(".")[0]
-    return key not in SAME and group not in SHOWN and not key.endswith("seed") and "/" not in group
+    return key not in SAME and group not in SHOWN and "/" not in group
 
 
 def settings(run: Run) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import shutil
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 from conftest import EXAMPLES
 
-from grpo.extras.report import page, write_report
+from grpo.extras.report import page, part, write_report
 from grpo.extras.report.callback import Report
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.comparison import arms_of, compare
@@ -22,6 +23,9 @@ from grpo.extras.report.runs import arms, curves, differences, load
 from grpo.extras.report.serve import serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
+
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="no node")
 
 
 def copied(folder: Path, **manifest: object) -> Run:
@@ -49,6 +53,15 @@ def judged(folder: Path, after: int, correct: list[bool], rewards: list[float] |
     table = pd.DataFrame({**columns, "reward": rewards or np.array(correct, dtype=float)})
     table.to_parquet(folder / "evaluations" / f"{after:06d}.parquet")
     return Run(folder)
+
+
+def in_script(data: dict, expression: str) -> object:
+    """Return the value of an expression in the script of a page with this data."""
+    parts = [part(name) for name in ("charts.js", "timeline.js", "samples.js", "folder.js")]
+    before = f"const data = {json.dumps(data)}, location = {{}};"
+    script = "\n".join([before, *parts, f"console.log(JSON.stringify({expression}))"])
+    made = subprocess.run([NODE, "-"], input=script, capture_output=True, text=True, check=True)
+    return json.loads(made.stdout)
 
 
 def test_jobs_come_in_the_order_of_their_numbers_and_those_that_run_are_not_compared(tmp_path):
@@ -79,11 +92,33 @@ def test_a_run_without_settings_or_overrides_tells_no_arms_apart(tmp_path):
 
 def test_what_differs_is_what_was_composed_not_what_was_typed(tmp_path):
     """The same learning rate typed and by default, other seeds and folders, and two options with the same content."""
-    made = {"optim": {"lr": 1e-4}, "rollout": {"seed": 5}}
+    made = {"optim": {"lr": 1e-4}}
     one = composed(tmp_path / "a", made | {"seed": 0, "engine": {"path": f"{tmp_path}/a/last"}}, algo="grpo")
-    other = made | {"seed": 1, "rollout": {"seed": 6}, "engine": {"path": f"{tmp_path}/b/last"}, "report": "live"}
+    other = made | {"seed": 1, "data_seed": 1, "engine": {"path": f"{tmp_path}/b/last"}, "report": "live"}
     two = composed(tmp_path / "b", other, "optim.lr=1e-4", "seed=1", algo="like_grpo")
     assert differences([one, two]) == [] and {*arms([one, two])} == {"all runs"}
+
+
+def test_runs_on_other_problems_are_other_arms(tmp_path):
+    runs = [composed(tmp_path / f"{seed}", {"seed": seed, "task": {"seed": seed // 2}}) for seed in range(4)]
+    assert {arm: [run.seed for run in some] for arm, some in arms(runs).items()} == {
+        "task.seed=0": [0, 1], "task.seed=1": [2, 3],
+    }  # fmt: skip
+
+
+@needs_node
+def test_a_comparison_says_where_few_problems_are_in_common():
+    """Arm a has 4 problems; b shares 1 of its 3 with it, c's seeds share none of 5, d is beyond those that are compared."""
+    named = [{"label": "a", "seeds": 1, "n": 4, "asked": 4}, {"label": "b", "seeds": 1, "n": 3, "asked": 3}]
+    named += [{"label": "c", "seeds": 2, "asked": 5}, {"label": "d", "seeds": 1, "n": 4, "asked": 4}]
+    rows = [one | {"arm": arm} for arm, one in enumerate(named)]
+    rows[1] |= {"p": 1, "better": 1, "worse": 0, "ties": 0}
+    said = in_script({"arms": named, "compared": 3}, f"(rows => fewInCommon(rows, rows[0]))({json.dumps(rows)})")
+    assert said == [
+        "b and a have only 1 of 4 problems in common.",
+        "The seeds of c have no problem in common.",
+        "The page compares the first 3 arms alone.",
+    ]
 
 
 def test_an_option_stands_for_the_settings_that_it_explains_and_hides_no_other(tmp_path):
@@ -121,6 +156,7 @@ def test_a_folder_holds_its_runs_their_comparisons_and_their_answers(tmp_path):
         ("b", 0, [2], 0.75), ("c", 0, [2], 0.0), ("a", 1, [1], 0.0),
     ]  # fmt: skip
     assert [(arm["label"], arm["seeds"], arm["value"]) for arm in data["arms"]] == [("lr=2", 1, 0.75), ("lr=1", 1, 0.0)]
+    assert [(arm["n"], arm["asked"]) for arm in data["arms"]] == [(4, 4), (4, 4)]
     (pair,) = data["pairs"].items()
     assert pair[0] == "0 1" and (pair[1]["difference"], pair[1]["worse"], pair[1]["p"]) == (-0.75, 3, 0.25)
     assert [(one["item"], [said["correct"] for said in one["said"].values()]) for one in data["problems"]] == [
