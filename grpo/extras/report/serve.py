@@ -1,5 +1,6 @@
 """Shows all runs of a folder in a browser. A page is made when it is asked for, so it is of that moment."""
 
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -9,19 +10,22 @@ from grpo.extras.report.runs import run_folders
 from grpo.system.errors import UserError
 
 REFRESH = 10.0  # seconds after which pages of what goes on load themselves again, at least
+NO_PAGE = (
+    '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="{every:.0f}">'
+    "<title>no page yet</title><p>There is no page: {words}</p><p>This one loads itself again.</p>"
+)
 
 
 def answer(folder: Path, path: str) -> tuple[int, str]:
     """Return status and page for the path of a request. Only the folder, and the runs and sweeps in it, have pages."""
-    if path == "/":
-        return 200, document(folder, None, live=REFRESH)
     place = folder / unquote(path).strip("/").removesuffix("report.html")
-    if place not in run_folders(folder):
+    if path != "/" and place not in run_folders(folder):
         return 404, "there is no such run"
     try:
-        return 200, document(place, place / "report.html", live=REFRESH)
-    except UserError as error:  # nothing was written yet
-        return 404, str(error)
+        return 200, document(place, None if path == "/" else place / "report.html", live=REFRESH)
+    except Exception as error:  # nothing was written yet, or a file is just being written
+        words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return 503, NO_PAGE.format(every=REFRESH, words=escape(words))
 
 
 def serve(folder: str | Path, port: int) -> ThreadingHTTPServer:
@@ -37,7 +41,7 @@ def serve(folder: str | Path, port: int) -> ThreadingHTTPServer:
             is_ours = host in ("127.0.0.1", "localhost")
             status, text = answer(root, urlsplit(self.path).path) if is_ours else (403, "ask for 127.0.0.1")
             self.send_response(status)
-            self.send_header("Content-Type", f"text/{'html' if status == 200 else 'plain'}; charset=utf-8")
+            self.send_header("Content-Type", f"text/{'html' if status in (200, 503) else 'plain'}; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
             self.wfile.write(text.encode())

@@ -20,7 +20,7 @@ from grpo.extras.report.comparison import arms_of, compare
 from grpo.extras.report.folder import answers, curves_of, folder_data, line
 from grpo.extras.report.run import embedded
 from grpo.extras.report.runs import arms, curves, differences, load
-from grpo.extras.report.serve import serve
+from grpo.extras.report.serve import answer, serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
 
@@ -229,6 +229,19 @@ def test_the_server_shows_the_runs_of_its_folder_to_this_machine(tmp_path):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_run_without_a_page_yet_is_answered_with_a_page_that_loads_itself_again(tmp_path):
+    """A run that has just begun, at / and in its folder; then one whose metrics are half written, and an evaluation."""
+    started = composed(tmp_path / "a<b", {"task": None}).folder
+    for root, path in ((started, "/"), (tmp_path, "/a%3Cb/report.html")):
+        status, text = answer(root, path)
+        assert status == 503 and 'http-equiv="refresh" content="10"' in text
+        assert "a&lt;b has no metrics.csv with a row" in text
+    (started / "metrics.csv").write_text("epoch\n0\n")
+    assert "KeyError" in answer(started, "/")[1]
+    (started / "config.yaml").write_text("{model: {path: x}}")
+    assert "is an evaluation, which has no page" in answer(started, "/")[1]
 
 
 def test_a_sweep_leads_to_its_runs_wherever_it_is(tmp_path):
