@@ -73,11 +73,12 @@ function groupsOf(step) {
 const picture = (name) => (data.pictures[name] ? html("img", { src: data.pictures[name], alt: `picture ${name}`, title: name }) : `[picture ${name}]`);
 const MARK = "<image>"; // the place of a picture in a text
 
-/** Returns a text from a place on with its pictures. names: of all pictures of the text; those before the place come first. */
-function withPictures(text, names, from = 0) {
-  if (!names) return [text.slice(from)];
+/** Returns a text between two places with its pictures; those before them come first. names: of all pictures of the text, else
+ * they are not its own: it was shortened, or an <image> in it is a word. */
+function withPictures(text, names, from = 0, to = text.length) {
+  if (names?.length !== text.split(MARK).length - 1) return [text.slice(from, to)];
   const before = text.slice(0, from).split(MARK).length - 1;
-  const parts = text.slice(from).split(MARK);
+  const parts = text.slice(from, to).split(MARK);
   return [...names.slice(0, before).map(picture), ...parts.flatMap((part, i) => (i ? [picture(names[before + i - 1]), part] : [part]))];
 }
 
@@ -162,7 +163,7 @@ function browser(data) {
     const rows = found.slice(0, state.limit).map((sample) => {
       const [mark, word, style] = verdict(sample);
       const open = html("button", { "aria-label": `open sample ${sample.prompt_index}.${sample.sample}` },
-        html("span", { class: "soft" }, prompt(sample) ? withPictures(prompt(sample).slice(0, state.step.shared + 300), sample.pictures, state.step.shared) : "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
+        html("span", { class: "soft" }, prompt(sample) ? withPictures(prompt(sample), sample.pictures, state.step.shared, state.step.shared + 300) : "(no prompt)"), html("span", {}, sample.completion.slice(0, 300) || "(nothing)"));
       return html("tr", { click: () => read(sample), "aria-selected": String(sample === state.open) }, html("td", {}, open),
         html("td", { class: style, title: word }, mark), ...columns.map(([name]) => html("td", { "data-head": name }, tell(sample[name]))));
     });
