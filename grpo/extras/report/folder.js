@@ -59,21 +59,29 @@ function passes(run, filter, columns) {
     const [, name, sign, wanted] = /^([^=<>!]+)(!=|>=|<=|=|<|>)(.*)$/.exec(word) ?? [];
     const column = columns.find((one) => name && `.${one.name.toLowerCase()}`.endsWith(`.${name}`));
     if (!column) return text.includes(word);
+    if (column.of(run) == null) return sign === "!=";
     const value = asText(column.of(run)).toLowerCase();
     const far = [value, wanted].some((side) => side === "" || Number.isNaN(+side)) ? value.localeCompare(wanted) : value - wanted;
     return { "=": far === 0, "!=": far !== 0, ">": far > 0, "<": far < 0, ">=": far >= 0, "<=": far <= 0 }[sign];
   });
 }
 
-/** Returns the first of the runs of each seed: the newest, on the page of a folder. */
-const seedsOf = (runs) => runs.filter((run, i) => runs.findIndex((one) => one.seed === run.seed) === i);
+/** Returns a run with curves of each seed, a finished one if there is any, else the first, which is the newest on the page of a
+ * folder. Runs that ended early are left out if others of the arm did not: a mean would end with them. */
+function seedsOf(runs) {
+  const drawn = runs.filter(({ curves }) => curves.x?.length);
+  const whole = ["finished", "running"].flatMap((wanted) => drawn.filter(({ status }) => status === wanted));
+  return (whole.length ? whole : drawn).filter((run, i, all) => all.findIndex(({ seed }) => seed === run.seed) === i);
+}
 
-/** Returns the mean of a metric over runs, against rollouts, with Student's 95 % interval where FEWEST of them have a value. */
-function over(runs, name) {
+/** Returns the mean of a metric over the runs that have it, against rollouts, where all of them have a value: a mean of some jumps.
+ * With FEWEST runs it has Student's 95 % interval. */
+function over(every, name) {
   const at = new Map();
+  const runs = every.filter(({ curves }) => curves.y?.[name]);
   for (const { curves } of runs)
-    curves.y?.[name]?.forEach((y, i) => { if (y != null) at.set(curves.x[i], [...(at.get(curves.x[i]) ?? []), y]); });
-  const points = [...at].sort(([a], [b]) => a - b).map(([x, ys]) => {
+    curves.y[name].forEach((y, i) => { if (y != null) at.set(curves.x[i], [...(at.get(curves.x[i]) ?? []), y]); });
+  const points = [...at].filter(([, ys]) => ys.length === runs.length).sort(([a], [b]) => a - b).map(([x, ys]) => {
     const n = ys.length;
     const y = ys.reduce((sum, one) => sum + one, 0) / n;
     if (n < FEWEST) return { x, y, low: null, high: null };
@@ -214,10 +222,10 @@ function folder() {
   };
 
   const each = html("input", { type: "checkbox", id: "seeds", change: () => draw() });
-  const thin = (runs) => (runs.length > 1 && (each.checked || runs.length < FEWEST) ? runs : []);
+  const thin = (runs) => (runs.length > 1 && (each.checked || seedsOf(runs).length < FEWEST) ? runs : []);
   const { place: charts, picker, draw, switches } = curves(data.groups, Object.keys(data.metrics), (name) => {
     const arms = [...Map.groupBy(chosen(), (run) => run.arm)];
-    const ends = chosen().flatMap((run) => run.curves.x ?? []);
+    const ends = chosen().flatMap(({ curves }) => (curves.x?.length ? [curves.x[0], curves.x.at(-1)] : []));
     return chart(name, [
       ...arms.flatMap(([, runs], index) => thin(runs).map((run) => ({ ...over([run], name), index, thin: true }))),
       ...arms.map(([arm, runs], index) => ({ ...over(seedsOf(runs), name), index, label: data.arms[arm].label })),
@@ -245,7 +253,7 @@ function folder() {
       failed.length ? html("p", { class: "bad" }, `${failed.length} of ${plural(data.runs.length, "run")} did not finish.`) : null,
       html("div", { class: "row" }, filter, html("button", { id: "only", click: () => choose(wanted()) }, "choose only these"), html("button", { click: () => choose([]) }, "choose none"), count),
       place, glossary(columns.map(({ label, words }) => [label, words]))),
-    section("curves", "Curves", html("p", { class: "soft" }, `Mean over the chosen runs that differ in the seed alone, of each seed the first in the table as it comes. Two or three seeds are drawn as thin lines; from four on, a band is the 95 % interval over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys.${data.every > 1 ? ` The page has every ${data.every}th rollout.` : ""}`),
+    section("curves", "Curves", html("p", { class: "soft" }, `Mean over the chosen runs that differ in the seed alone, of each seed a finished one or the newest; runs that ended early count only if no other went on. It is drawn where all of them have a value. Two or three seeds are drawn as thin lines; from four on, a band is the 95 % interval over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys.${data.every > 1 ? ` The page has every ${data.every}th rollout.` : ""}`),
       key, html("div", { class: "row" }, html("label", {}, each, " every seed"), switches), charts, picker),
     section("arms", "Comparison", html("p", { class: "soft" }, COMPARED), compared),
     section("answers", "Answers side by side", answers),

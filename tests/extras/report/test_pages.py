@@ -186,6 +186,40 @@ def test_answers_side_by_side_show_the_picture_of_their_problem(tmp_path):
     }
 
 
+@needs_node
+def test_an_image_that_is_a_word_or_of_a_shortened_prompt_is_no_picture():
+    texts = [("a<image>b", []), ("a<image>b", ["x"]), ("<image>[... 5 characters left out ...]b", ["x", "y"])]
+    texts += [("a<image>b<image>c", ["x", "y"], 1, 9)]
+    assert in_script({"pictures": {}}, f"{json.dumps(texts)}.map((said) => withPictures(...said))") == [
+        ["a<image>b"], ["a", "[picture x]", "b"], ["<image>[... 5 characters left out ...]b"],
+        ["", "[picture x]", "b"],
+    ]  # fmt: skip
+
+
+@needs_node
+def test_a_condition_is_true_of_known_values_alone():
+    words = ["accuracy<0.5", "accuracy!=0.5", "accuracy=\N{EN DASH}", "accuracy<=0.2"]
+    column = "[{name: 'accuracy', of: (run) => run.accuracy}]"
+    found = in_script(
+        {}, f"{json.dumps(words)}.map((w) => [0.2, null].map((accuracy) => passes({{accuracy}}, w, {column})))"
+    )
+    assert found == [[True, False], [True, True], [False, False], [True, False]]
+
+
+@needs_node
+def test_a_mean_is_over_one_run_of_each_seed_that_all_reach_its_points():
+    """Seed 0 has a finished run and a newer one without curves; seed 1 goes on after 12; seed 2 has failed after 3."""
+    said = [("running", 0, []), ("running", 1, [0, 10, 12]), ("finished", 0, [0, 10, 17]), ("failed", 2, [0, 3])]
+    runs = [
+        {"status": how, "seed": seed, "curves": {"x": x, "y": {"m": [seed + at for at in x]}}} for how, seed, x in said
+    ]
+    data = {"about": {}, "t": []}
+    assert in_script(data, f"seedsOf({json.dumps(runs)}).map((run) => run.curves.x)") == [[0, 10, 17], [0, 10, 12]]
+    mean = in_script(data, f"over(seedsOf({json.dumps(runs)}), 'm')")
+    assert (mean["x"], mean["y"]) == ([0, 10], [0.5, 10.5])
+    assert in_script(data, f"over(seedsOf({json.dumps(runs[3:])}), 'm').x") == [0, 3]
+
+
 def test_a_long_curve_has_fewer_points_on_the_page_of_all_runs_but_every_evaluation():
     table = pd.DataFrame(
         {"rollout/reward": range(11), "eval/accuracy": [0.5 if at == 7 else np.nan for at in range(11)]}
