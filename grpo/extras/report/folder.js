@@ -140,10 +140,10 @@ function comparison(arms, runs, changed) {
   holm(tested.map((row) => row.p)).forEach((p, i) => { tested[i].holm = p; });
   const points = (value) => (100 * value).toFixed(1).replace("-", "−");
   const range = (low, high) => (low == null ? null : html("span", { class: "soft" }, ` ${points(low)} to ${points(high)}`));
-  const cells = rows.map((row) => [row.label, String(row.seeds), row.value == null ? "–" : String(row.n), row.value == null ? "–" : html("span", {}, perCent(row.value), range(row.low, row.high)),
+  const cells = rows.map((row) => [row.label, String(row.seeds), row.after.join(", ") || "–", row.value == null ? "–" : String(row.n), row.value == null ? "–" : html("span", {}, perCent(row.value), range(row.low, row.high)),
     ...(row.p == null ? ["–", "–", "–", "–"] : [html("span", {}, points(row.difference), range(row.difference_low, row.difference_high)), tell(row.p), tell(row.holm), `${row.better} / ${row.worse} / ${row.ties}`])]);
   return [known.length > 1 ? html("p", { class: "row" }, html("label", { for: "against" }, "compare with"), against) : null,
-    table(["arm", "seeds", "problems", "held-out accuracy", "difference", "p", "p (Holm)", "better / worse / ties"], cells),
+    table(["arm", "seeds", "after rollouts", "problems", "held-out accuracy", "difference", "p", "p (Holm)", "better / worse / ties"], cells),
     ...fewInCommon(rows, rows.find((row) => row.arm === first) ?? rows[0]).map((words) => html("p", { class: "soft" }, words))];
 }
 

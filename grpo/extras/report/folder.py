@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 
 from grpo.evaluation.intervals import quantile
@@ -60,7 +61,11 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
             {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
         ],
         "differ": [{"name": one.name, "also": one.also} for one in differ],
-        "arms": [{"label": arm, **accuracy_of(measured.get(arm, []))} for arm in names],
+        "arms": [
+            {"label": arm, "after": sorted({run.evaluated[-1] for run in done.get(arm, [])})}
+            | accuracy_of(measured.get(arm, []))
+            for arm in names
+        ],
         "pairs": {
             f"{names.index(a)} {names.index(b)}": row for (a, b), row in every_pair(measured, ARMS).items()
         },
@@ -136,11 +141,12 @@ def accuracy_of(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
 
 
 def curves_of(metrics: pd.DataFrame, every: int) -> dict[str, Any]:
-    """Return the curves of a run: every so many rollouts, evaluations, and the last."""
+    """Return the curves of a run: every so many rollouts, and the last. Of evaluations, the last in each of these parts, too."""
+    held_out = np.array([name.startswith("eval/") for name in metrics])
     kept = (metrics.index % every == 0) | (metrics.index == metrics.index[-1])
-    if "eval/accuracy" in metrics:
-        kept |= metrics["eval/accuracy"].notna()
-    table = metrics[kept]
+    evaluated = metrics.index[metrics.loc[:, held_out].notna().any(axis=1)]
+    evaluated = evaluated[~(evaluated // every).duplicated(keep="last")]
+    table = metrics.mask(np.outer(~kept, ~held_out))[kept | metrics.index.isin(evaluated)]
     return {"x": list(table.index), "y": {name: table[name].to_numpy() for name in table}}
 
 

@@ -157,6 +157,7 @@ def test_a_folder_holds_its_runs_their_comparisons_and_their_answers(tmp_path):
     ]  # fmt: skip
     assert [(arm["label"], arm["seeds"], arm["value"]) for arm in data["arms"]] == [("lr=2", 1, 0.75), ("lr=1", 1, 0.0)]
     assert [(arm["n"], arm["asked"]) for arm in data["arms"]] == [(4, 4), (4, 4)]
+    assert [arm["after"] for arm in data["arms"]] == [[2], [2]]
     (pair,) = data["pairs"].items()
     assert pair[0] == "0 1" and (pair[1]["difference"], pair[1]["worse"], pair[1]["p"]) == (-0.75, 3, 0.25)
     assert [(one["item"], [said["correct"] for said in one["said"].values()]) for one in data["problems"]] == [
@@ -220,11 +221,14 @@ def test_a_mean_is_over_one_run_of_each_seed_that_all_reach_its_points():
     assert in_script(data, f"over(seedsOf({json.dumps(runs[3:])}), 'm').x") == [0, 3]
 
 
-def test_a_long_curve_has_fewer_points_on_the_page_of_all_runs_but_every_evaluation():
+def test_a_long_curve_has_fewer_points_on_the_page_of_all_runs_but_evaluations_between():
     table = pd.DataFrame(
         {"rollout/reward": range(11), "eval/accuracy": [0.5 if at == 7 else np.nan for at in range(11)]}
     )
     assert curves_of(table, 5)["x"] == [0, 5, 7, 10] and curves_of(table[:10], 5)["x"] == [0, 5, 7, 9]
+    rewards = curves_of(table, 5)["y"]["rollout/reward"]  # an evaluation between the points is of eval/ alone
+    assert np.isnan(rewards[2]) and list(rewards[[0, 1, 3]]) == [0, 5, 10]
+    assert curves_of(table.assign(**{"eval/accuracy": 0.5}), 5)["x"] == [0, 4, 5, 9, 10]
 
 
 def test_a_sample_without_a_reward_is_no_change(tmp_path):

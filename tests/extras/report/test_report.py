@@ -386,8 +386,8 @@ def test_a_sweep_shows_its_arms_and_leads_to_its_runs(sweep, page):
     last = [Run(sweep / str(job)).accuracy.iloc[-1] for job in range(4)]
     one, two = table(page, "arms")
     assert one[:2] == ["algo=grpo", "2"] and two[:2] == ["algo=dr_grpo", "2"]  # without the crashed run
-    assert one[2] == "3" and one[3].startswith(f"{50 * (last[0] + last[1]):.1f} % ")
-    difference = float(two[4].split()[0].replace("\N{MINUS SIGN}", "-"))
+    assert one[2:4] == ["4", "3"] and one[4].startswith(f"{50 * (last[0] + last[1]):.1f} % ")
+    difference = float(two[5].split()[0].replace("\N{MINUS SIGN}", "-"))
     assert difference == pytest.approx(50 * (last[2] + last[3] - last[0] - last[1]), abs=0.06)
 
     runs = table(page, "runs")
@@ -444,7 +444,7 @@ def test_runs_are_filtered_sorted_and_chosen_and_the_address_holds_it(browser, p
     compared = table(page, "arms")
     assert [row[:2] for row in compared] == [["optim.optimizer.lr=0.01", "2"], ["optim.optimizer.lr=0.001", "1"]]
     assert (
-        compared[0][4].startswith("0.0") and compared[1][4] == "\N{EN DASH}"
+        compared[0][5].startswith("0.0") and compared[1][5] == "\N{EN DASH}"
     )  # the second is what the others are compared with
     figure = page.locator("figure", has=page.locator("figcaption", has_text="rollout/reward"))
     assert figure.locator(".curve").count() == 2
