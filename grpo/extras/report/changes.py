@@ -1,5 +1,6 @@
 """Finds the held-out problems whose verdicts training has changed, for the opening of a page."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ from grpo.runs.run import Run
 
 SIDES = ["completion", "correct", "reward", "tokens"]  # what differs before and after
 COLUMNS = ["item", "set", "prompt", "messages", "turns", "gold", *SIDES]
+VERDICT = ["item", "set", "correct", "reward"]  # short ones
 
 
-def first_samples(run: Run, after: int) -> pd.DataFrame:
-    """Return the first sample of each problem in an evaluation, by item, without those of eval.sets and unknown rewards."""
-    table = run.evaluations([after], COLUMNS)
+def first_samples(run: Run, after: int, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """Return the first sample of each problem in an evaluation, by item, without those of eval.sets and unknown rewards.
+
+    columns: those to read, of COLUMNS; VERDICT at least."""
+    table = run.evaluations([after], columns)
     table = table[table["set"].isna()] if "set" in table else table
     table = table[table["reward"].notna()]
     table = table.assign(correct=table["correct"].astype(bool))

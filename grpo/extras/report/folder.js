@@ -249,7 +249,7 @@ function folder() {
   const evaluated = data.evaluations.map((one) => [one.name, one.of, one.started ?? "–", one.problems ?? "–", tell(one.accuracy, "share")]);
   const failed = data.runs.filter((run) => !["finished", "running"].includes(run.status));
   return [
-    section("runs", "Runs", html("p", { class: "soft" }, "Columns after the status are the settings that differ between the runs, apart from seeds and folders. Below are the chosen runs; the address of this page holds the choice, the filter and the order."),
+    section("runs", "Runs", html("p", { class: "soft" }, "Columns after the status are the settings that differ between the runs, apart from the runs' own seeds and folders. Below are the chosen runs; the address of this page holds the choice, the filter and the order."),
       failed.length ? html("p", { class: "bad" }, `${failed.length} of ${plural(data.runs.length, "run")} did not finish.`) : null,
       html("div", { class: "row" }, filter, html("button", { id: "only", click: () => choose(wanted()) }, "choose only these"), html("button", { click: () => choose([]) }, "choose none"), count),
       place, glossary(columns.map(({ label, words }) => [label, words]))),

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from grpo.evaluation.intervals import quantile
-from grpo.extras.report.changes import SIDES, first_samples
+from grpo.extras.report.changes import SIDES, VERDICT, first_samples
 from grpo.extras.report.comparison import comparable, every_pair
 from grpo.extras.report.pictures import names_in_prompt, urls
 from grpo.extras.report.run import minute, shorter
@@ -156,15 +156,21 @@ def answers(runs: Sequence[Run], samples: int) -> dict[str, Any]:
     problems: [{item, prompt, pictures, gold, said}], said: SIDES by the number of the run; those first that most runs have, and
     on which the verdicts differ. asked: the number of all problems. pictures: small copies by name.
     """
-    tables = {place: first_samples(run, run.evaluated[-1]) for place, run in enumerate(runs) if run.evaluated}
-    if not tables:
+    last = {place: run.evaluated[-1] for place, run in enumerate(runs) if run.evaluated}
+    if not last:
         return {"problems": [], "asked": 0, "pictures": {}}
-    every = pd.concat(tables, names=["run"]).reset_index()
-    of = every.groupby("item", sort=False)
+    judged = pd.concat([first_samples(runs[place], after, VERDICT) for place, after in last.items()])
+    of = judged.groupby("item", sort=False)
     order = pd.DataFrame({"runs": of.size(), "verdicts": of["correct"].nunique()})
     order = order.sort_values(["runs", "verdicts"], ascending=False, kind="stable")
+    items = order.index[: max(1, samples // len(last))]
+    # texts of one run at a time
+    tables = {
+        place: first_samples(runs[place], at).loc[lambda table: table.index.isin(items)] for place, at in last.items()
+    }
+    of = pd.concat(tables, names=["run"]).reset_index().groupby("item", sort=False)
     problems, pictures = [], {}
-    for item in order.index[: max(1, samples // len(tables))]:
+    for item in items:
         rows = of.get_group(item).astype(object)
         first = rows.iloc[0]
         said = {row["run"]: {name: row[name] for name in SIDES} for row in rows.to_dict("records")}
