@@ -141,7 +141,7 @@ def accuracy_of(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
 
 
 def curves_of(metrics: pd.DataFrame, every: int) -> dict[str, Any]:
-    """Return the curves of a run: every so many rollouts, and the last. Of evaluations, the last in each of these parts, too."""
+    """Return the curves of a run: every so many rollouts and the last, and between them the last evaluation."""
     held_out = np.array([name.startswith("eval/") for name in metrics])
     kept = (metrics.index % every == 0) | (metrics.index == metrics.index[-1])
     evaluated = metrics.index[metrics.loc[:, held_out].notna().any(axis=1)]
