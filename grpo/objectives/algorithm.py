@@ -142,10 +142,9 @@ class Algorithm(WithTerms):
         """Return the log-probabilities of the old policy in the ratio, [B, C]."""
         return batch.rollout_logprobs if self.old_policy == "rollout" else batch.old_logprobs
 
-    def weights(self, mask: Tensor, sample: Tensor | None = None, count: float | None = None) -> Tensor:
-        """Return w [B, C], each token's share in an update's loss. mask, sample: this rank's rows; count: all ranks' samples."""
-        shares = token_weights(mask, self.reduce, self.max_tokens, sample, distributed.all_sum, count)
-        return shares if self.policy_coef == 1 else shares * self.policy_coef
+    def weights(self, mask: Tensor, *rows: Tensor | float | None) -> Tensor:
+        """Return w [B, C], each token's share in an update's loss. rows: sample, count and group, as in `token_weights`."""
+        return token_weights(mask, self.reduce, self.max_tokens, *rows, total=distributed.all_sum) * self.policy_coef
 
     def policy_term(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return l(rho, A), the numbers that the surrogate logs, and the ratio rho (None for level: none). [B, C] each."""

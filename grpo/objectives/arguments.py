@@ -20,7 +20,7 @@ OFFERED = {  # values for the function of each axis; of level and reduce only fo
     "choice": ("logprobs", "entropy", "advantages", "rng"),
     "correction": ("log_w", "mask", "old_logprobs", "rollout_logprobs", "staleness"),
     "level": ("log_ratio", "mask"),
-    "reduce": ("mask", "sample", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
+    "reduce": ("mask", "sample", "group", "lengths", "samples", "tokens", "count", "max_tokens", "total"),
 }
 
 

@@ -74,8 +74,9 @@ def token_weights(
     reduce: Reduce,
     max_tokens: int,
     sample: Tensor | None = None,
-    total: Callable[[Tensor], Tensor] = lambda counts: counts,
     count: float | None = None,
+    group: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
     """Return w, each token's share in the loss of one update. B: samples with a token in the mask; |o_i|: their tokens.
 
@@ -84,7 +85,7 @@ def token_weights(
     constant: 1 / (S L_max), independent of lengths and masks: no length bias (Dr.GRPO, arXiv 2503.20783)
     sum:      1 / B, the sum over a sample, the mean over samples           (sequences' log-probabilities: RLOO, arXiv 2402.14740)
 
-    mask: [rows, C], every row of the update, so that microbatches cannot change the loss; sample: [rows], the sample of each row
+    mask: [rows, C], every row of the update, so that microbatches cannot change the loss; sample, group: [rows], of each row
     (None: one row each); max_tokens: L_max. total: sums a tensor over ranks. count: S, the samples of the update, masked or not
     (None: those with a row). reduce may be a function of these, lengths (|o_i|, [rows, 1]), tokens (their sum) and samples (B).
     Returns [rows, C] float32, 0 outside the mask.
@@ -99,7 +100,7 @@ def token_weights(
     offered = {"mask": mask, "sample": sample, "lengths": lengths, "samples": samples, "tokens": tokens, "count": count}
     shares = {"sequence": 1 / (samples * lengths), "token": 1 / tokens, "sum": 1 / samples}
     shares["constant"] = 1 / (count * max_tokens)
-    offered |= {"max_tokens": max_tokens, "total": total}
+    offered |= {"max_tokens": max_tokens, "total": total, "group": sample if group is None else group}
     share = call("reduce", reduce, offered) if callable(reduce) else shares[reduce]
     return torch.where(mask > 0, share, 0.0)  # not mask * share: a share of no token is infinite
 

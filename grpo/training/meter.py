@@ -11,12 +11,11 @@ from grpo.objectives.batch import TokenBatch
 from grpo.objectives.loss import LARGEST_LOG_RATIO
 from grpo.system import distributed
 
-EFFECTIVE = "loss/effective_samples"  # a mean of weights, until its mean of squares makes it (sum w)^2 / (n sum w^2)
-
 
 class Means:
     """Running means by name, each with its own count, and extremes, whose names end in _min or _max. A mean NAME^2 of squares
-    becomes NAME_std, the standard deviation; that of EFFECTIVE its effective sample size.
+    becomes NAME_std, the standard deviation. Means NAME^w of weights and NAME^w^2 of their squares become NAME, the effective
+    sample size (sum w)^2 / (n sum w^2), as a share.
 
     Adding a tensor of a device does not wait for the device: it is kept, and `settle` reads all of them at once.
     """
@@ -90,10 +89,11 @@ class Means:
         for other in distributed.all_gather([self]):
             merged.take(other)
         means = {name: total / merged.counts[name] for name, total in merged.sums.items() if merged.counts[name]}
-        for name in [name for name in means if f"{name}^2" in means and name != EFFECTIVE]:
+        for name in [name for name in means if name.endswith("^w")]:
+            weight, squares = means.pop(name), means.pop(f"{name}^2")
+            means[name.removesuffix("^w")] = weight**2 / squares if squares else 0.0
+        for name in [name for name in means if f"{name}^2" in means]:
             means[f"{name}_std"] = math.sqrt(max(means.pop(f"{name}^2") - means[name] ** 2, 0.0))
-        if squares := means.pop(f"{EFFECTIVE}^2", 0.0):
-            means[EFFECTIVE] = means[EFFECTIVE] ** 2 / squares
         return means | merged.extremes
 
 
@@ -116,8 +116,8 @@ def note_loss(means: Means, microbatch: TokenBatch, logprobs: Tensor, logged: Ma
         means.add_extreme("loss/ratio_min", logged["ratio"], mask)
         means.add_extreme("loss/ratio_max", logged["ratio"], mask)
         weights = (logprobs - microbatch.rollout_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
-        means.add_tokens(EFFECTIVE, weights, mask)
-        means.add_tokens(f"{EFFECTIVE}^2", weights.square(), mask)
+        means.add_tokens("loss/effective_samples^w", weights, mask)
+        means.add_tokens("loss/effective_samples^w^2", weights.square(), mask)
     means.add_tokens("loss/logprobs_positive", logprobs, mask & (microbatch.advantages > 0))
     means.add_tokens("loss/logprobs_negative", logprobs, mask & (microbatch.advantages < 0))
 

@@ -155,7 +155,7 @@ class GRPOModule(UpdateRows):
 
     def weighed(self, minibatch: TokenBatch, count: float) -> TokenBatch:
         """Add the tokens' weights in the loss of an update. count: its samples on all ranks, whose gradients are averaged."""
-        weights = self.algorithm.weights(minibatch.mask, minibatch.sample, count)
+        weights = self.algorithm.weights(minibatch.mask, minibatch.sample, count, minibatch.group)
         minibatch = replace(minibatch, weights=weights * distributed.world_size())
         return self.parts.weigh(minibatch, count).with_scored()
 

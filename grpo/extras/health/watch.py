@@ -36,8 +36,7 @@ class Watch:
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
     of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window; for
     eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value, for rollout/filtered the
-    first entropy. floor: the low bounds
-    that follow from it, until the next window is full.
+    first entropy. floor: the low bounds that follow from it, until the next window is full.
     """
 
     rounding: float | None = None

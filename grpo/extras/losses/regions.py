@@ -7,15 +7,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from grpo.extras.losses.surrogates import inside_region
 from grpo.objectives.kl import k3
 from grpo.objectives.loss import Loss, clip
 from grpo.system.ranges import Positive, Range, SomeShare
-
-
-def inside_region(ratio: Tensor, advantages: Tensor, above: Tensor, below: Tensor) -> Loss:
-    """-r A, and 0 where a token is above or below its region: such a token adds no gradient, whatever the sign of A."""
-    loss = torch.where(above | below, 0.0, -ratio * advantages)
-    return loss, {"clip_fraction_high": above, "clip_fraction_low": below}
 
 
 def ipo(ratio: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, eps: Positive = 0.3) -> Loss:

@@ -73,6 +73,12 @@ def bernoulli_kl(logprobs: Tensor, other: Tensor) -> Tensor:
     return p * (logprobs - other) + (1 - p) * (rest / other_rest).log()
 
 
+def inside_region(ratio: Tensor, advantages: Tensor, above: Tensor, below: Tensor) -> Loss:
+    """-r A, and 0 where a token is above or below its region: such a token adds no gradient, whatever the sign of A."""
+    loss = torch.where(above | below, 0.0, -ratio * advantages)
+    return loss, {"clip_fraction_high": above, "clip_fraction_low": below}
+
+
 def dppo(
     ratio: Tensor,
     logprobs: Tensor,
@@ -88,10 +94,7 @@ def dppo(
     gap = logprobs.exp() - rollout_logprobs.exp()
     far = (gap.abs() if divergence == "tv" else bernoulli_kl(rollout_logprobs, logprobs)) > delta
     above, below = far & (gap > 0) & (advantages > 0), far & (gap < 0) & (advantages < 0)
-    return torch.where(above | below, 0.0, -ratio * advantages), {
-        "clip_fraction_high": above,
-        "clip_fraction_low": below,
-    }
+    return inside_region(ratio, advantages, above, below)
 
 
 # -- corrections

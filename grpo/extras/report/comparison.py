@@ -111,8 +111,13 @@ def verdicts_of(named_arms: Mapping[str, Sequence[Run]], after: int | None) -> d
 
 def comparable(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Return `arms` with only the runs that have finished and were evaluated, and without arms that have no such run."""
+    return finished_arms(arms(runs))
+
+
+def finished_arms(by_arm: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
+    """Return the arms with only the runs that have finished and were evaluated, and without arms that have no such run."""
     done: dict[str, list[Run]] = {}
-    for arm, members in arms(runs).items():
+    for arm, members in by_arm.items():
         if scored := [run for run in members if run.status == "finished" and run.scored]:
             done[arm] = scored
     return done

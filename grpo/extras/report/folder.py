@@ -14,7 +14,7 @@ import pandas as pd
 
 from grpo.evaluation.intervals import quantile
 from grpo.extras.report.changes import SIDES, VERDICT, first_samples
-from grpo.extras.report.comparison import comparable, every_pair
+from grpo.extras.report.comparison import every_pair, finished_arms
 from grpo.extras.report.pictures import names_in_prompt, urls
 from grpo.extras.report.run import minute, shorter
 from grpo.extras.report.runs import arms, differences, is_sweep, load, run_folders
@@ -39,10 +39,10 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
     runs = [run for run in found if not run.evaluates]
     if not is_sweep(folder):  # the newest first; a sweep has the order of its jobs
         runs.sort(key=lambda run: run.manifest.get("started") or "", reverse=True)
-    by_arm, differ = arms(runs), differences(runs)
+    by_arm = arms(runs, differ := differences(runs))
     names = list(by_arm)
     arm_of = {run: names.index(arm) for arm, members in by_arm.items() for run in members}
-    done = {arm: one_of_each_seed(members) for arm, members in comparable(runs).items()}
+    done = {arm: one_of_each_seed(members) for arm, members in finished_arms(by_arm).items()}
     measured = {arm: [run.verdicts() for run in members] for arm, members in done.items()}
     logged = {run: run.metrics.dropna(axis="columns", how="all") for run in runs if run.measured}
     least, most = POINTS_OF_A_RUN
@@ -50,7 +50,7 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
     # the same for all seeds
     every = max((math.ceil(table.index[-1] / each) for table in logged.values()), default=0) or 1
     started = sorted(minute(run.manifest["started"]) for run in runs if run.manifest.get("started"))
-    finished = sum(run.status == "finished" for run in runs)
+    ended = sum(run.status == "finished" for run in runs)
     sweeps = [place for place in places if is_sweep(place) and place != folder]
     return {
         "kind": "folder",
@@ -58,7 +58,7 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
         "facts": [("folder", str(folder.resolve())), *(("started", first) for first in started[:1])],
         "numbers": [
             {"label": "arms", "value": str(len(by_arm)), "note": "that differ in more than the seed"},
-            {"label": "runs", "value": f"{finished} / {len(runs)}", "note": "finished"},
+            {"label": "runs", "value": f"{ended} / {len(runs)}", "note": "finished"},
         ],
         "differ": [{"name": one.name, "also": one.also} for one in differ],
         "arms": [

@@ -129,10 +129,11 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return found
 
 
-def arms(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Group runs whose settings are equal except for the seed. The keys name the settings that differ, such as "algo=grpo"."""
+def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict[str, list[Run]]:
+    """Group runs whose settings are equal except for the seed. The keys name the settings that differ, such as "algo=grpo".
+    found: their `differences`, if they are known."""
     runs = list(runs)
-    found = differences(runs)
+    found = differences(runs) if found is None else found
     groups: dict[str, list[Run]] = {}
     for run in runs:
         values = {one.name: one.values[run] for one in found if one.values[run] is not None}

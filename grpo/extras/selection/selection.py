@@ -135,10 +135,6 @@ class Fewer(Outer):
         super().check(plan, algorithm)
         if self.keep > plan.group_size:
             raise UserError(f"selection.keep={self.keep} must be at most rollout.group_size={plan.group_size}")
-        size = getattr(algorithm.reduce, "keywords", {}).get("group_size", self.keep)
-        if size != self.keep:
-            line = f"algo.reduce.group_size={size}, but a prompt keeps {self.keep} samples (selection.keep)"
-            raise UserError(f"{line}: set algo.reduce.group_size={self.keep}")
 
     def select(self, draw: Draw) -> list[Group]:
         """Return the inner selection's groups with the samples that are kept, in their order."""

@@ -183,8 +183,8 @@ class Lessons(UpdatePart):
             if active:  # on every rank, since they count together; a rank without a row has no weights
                 weights = getattr(minibatch, name)
                 weights = torch.zeros_like(minibatch.weights) if weights is None else weights
-                settings = reduce, self.algorithm.max_tokens, minibatch.sample, distributed.all_sum, count
-                shares = token_weights(weights > 0, *settings)
+                rows = minibatch.sample, count, minibatch.group
+                shares = token_weights(weights > 0, reduce, self.algorithm.max_tokens, *rows, total=distributed.all_sum)
                 # gradients of ranks are averaged
                 minibatch = replace(minibatch, **{name: weights * shares * distributed.world_size()})
         return minibatch

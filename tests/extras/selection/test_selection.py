@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from grpo.data.prompts import Uniform
 from grpo.engines.protocol import Sampling
 from grpo.env.types import Reward
 from grpo.extras.losses.importance import truncated
-from grpo.extras.losses.reductions import prompt_mean
 from grpo.extras.selection.selection import Dynamic, Fewer, Greedy, Replay, Screened, WithSignal
 from grpo.objectives.advantage import leave_one_out
 from grpo.objectives.algorithm import Algorithm
@@ -211,13 +209,6 @@ def test_a_greedy_answer_is_a_part_of_each_sample(tmp_path):
     assert got.scores.parts["greedy"].tolist() == [[pytest.approx(n - 0.1)] * 2 for n in numbers] and len(first) == 2
     assert values(got.groups) == [[n, n + 0.1] for n in numbers]  # the samples keep their own
     assert all("greedy" not in sample.reward.parts for group in got.played for sample in group)
-
-
-def test_a_mean_by_prompt_counts_the_samples_that_are_kept(tmp_path):
-    with pytest.raises(UserError, match=r"group_size=4, but a prompt keeps 2 .*: set algo\.reduce\.group_size=2"):
-        rollouts(
-            Fewer(2), lambda n, s: s, tmp_path, algorithm=replace(WEIGHED, reduce=partial(prompt_mean, group_size=4))
-        )
 
 
 def test_replay_keeps_live_groups_for_a_while_and_a_resumed_one_goes_on(tmp_path):
