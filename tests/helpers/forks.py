@@ -69,6 +69,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     forks: dict[Connection, Fork] = {}
     outcomes: dict[Path, Counter[str]] = {items[0].path: Counter() for items in files}
     started = 0
+    config._tmp_path_factory.getbasetemp()  # whoever asks first empties the folder of --basetemp
     gc.collect()
     gc.freeze()  # what was imported is never garbage, and a million objects take a second to look at
 
