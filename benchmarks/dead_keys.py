@@ -49,9 +49,8 @@ LINES = re.compile(r"^ +(beside|rest|rollout|update|sync|eval|checkpoint|memory|
 RECORDS = {"config.yaml", "manifest.json", "packages.txt", "uncommitted.patch", "train.log"}
 
 
-def keys_of(words: str) -> set[str]:
+def keys_in(config: DictConfig) -> set[str]:
     """Return the leaves of a composed configuration, by dotted key, without those of Hydra's own, such as _target_."""
-    config = composed("train", [*words.split(), "output_dir=."])
     return {key for key in flat(OmegaConf.to_container(config)) if not key.rpartition(".")[2].startswith("_")}
 
 

@@ -19,6 +19,7 @@ if find_spec("vllm") and not find_spec("torchvision"):  # vLLM imports it for mu
 import pytest
 
 pytest.register_assert_rewrite("helpers")
+from helpers import composing
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -51,6 +52,7 @@ pytest_plugins = [
     "helpers.shapes",
 ]
 quiet()
+composing.hasten()
 
 
 @pytest.hookimpl(tryfirst=True)

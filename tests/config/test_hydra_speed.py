@@ -9,13 +9,15 @@ from pkgutil import resolve_name
 import hydra
 import pytest
 from bad_inputs import side_by_side  # benchmarks/bad_inputs.py
+from helpers import composing
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from grpo.config import hydra_speed
 from grpo.config.composing import CONF, composed, options
 
-ALONE = {place.replace(":", "."): resolve_name(place).__wrapped__ for place in hydra_speed.REPLACED}
+REPLACED = hydra_speed.REPLACED | composing.REPLACED
+ALONE = {place.replace(":", "."): resolve_name(place).__wrapped__ for place in REPLACED}
 
 
 @contextmanager

@@ -108,14 +108,15 @@ def text_of(html):
     return unescape(re.sub(r"<[^>]+>", "", html))
 
 
-@pytest.fixture(scope="module")
-def outputs(toy, tmp_path_factory):
-    """A folder outputs/ with a sweep of two algorithms and two seeds, and a failed job. The newest run keeps no tokens.
-    There are three held-out problems."""
-    folder = tmp_path_factory.mktemp("project") / "outputs"
-    sweep = folder / "sweep"
-    jobs = [(algo, seed) for algo in ("grpo", "dr_grpo") for seed in (0, 1)]
-    for job, (algo, seed) in enumerate(jobs):
+JOBS = [(algo, seed) for algo in ("grpo", "dr_grpo") for seed in (0, 1)]
+
+
+def trained(toy, folder, jobs):
+    """Return a folder outputs/ with some jobs of a sweep of two algorithms and two seeds. The newest run keeps no tokens. There
+    are three held-out problems."""
+    sweep = folder / "outputs" / "sweep"
+    for job in jobs:
+        algo, seed = JOBS[job]
         told = [f"algo={algo}", f"seed={seed}"]
         config = compose_config(
             *told,
@@ -127,6 +128,20 @@ def outputs(toy, tmp_path_factory):
         config.task = VARIED
         train(config, told)
     (sweep / "multirun.yaml").touch()
+    return sweep.parent
+
+
+@pytest.fixture(scope="module")
+def two(toy, tmp_path_factory):
+    """The first run and the newest one."""
+    return trained(toy, tmp_path_factory.mktemp("two"), (0, 3))
+
+
+@pytest.fixture(scope="module")
+def outputs(toy, tmp_path_factory):
+    """All four runs, and a failed job."""
+    folder = trained(toy, tmp_path_factory.mktemp("project"), range(4))
+    sweep = folder / "sweep"
     shutil.copytree(sweep / "0", sweep / "4")
     manifest = json.loads((sweep / "4" / "manifest.json").read_text())
     (sweep / "4" / "manifest.json").write_text(json.dumps({**manifest, "status": "failed", "seed": 2}))
@@ -151,9 +166,9 @@ def answers(run, after):
 
 
 @pytest.mark.slow
-def test_01_tells_of_the_newest_run(outputs, tmp_path):
-    run = outputs / "sweep" / "3"
-    cells = execute("01_run", outputs.parent / "notebooks", tmp_path, GRPO_BESIDE=str(outputs / "sweep" / "0"))
+def test_01_tells_of_the_newest_run(two, tmp_path):
+    run = two / "sweep" / "3"
+    cells = execute("01_run", two.parent / "notebooks", tmp_path, GRPO_BESIDE=str(two / "sweep" / "0"))
     said, _, parts, evaluations, change, several, levels, health, _, moves, time, _, beside, points = cells
     assert "sweep/3, finished, 3 of 3 rollouts\noverrides: algo=dr_grpo seed=1" in said["text"]
     assert [cell["images"] for cell in cells] == [0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
@@ -166,7 +181,7 @@ def test_01_tells_of_the_newest_run(outputs, tmp_path):
     ):
         assert setting in cell["text"]
     assert "algo=grpo: " in beside["text"] and "sweep/0\nalgo=dr_grpo: " in beside["text"]
-    difference = 100 * (last_accuracy(run) - last_accuracy(outputs / "sweep" / "0"))
+    difference = 100 * (last_accuracy(run) - last_accuracy(two / "sweep" / "0"))
     assert f"to this run {difference:+.1f} points" in points["text"] and "on 3 problems" in points["text"]
 
     values, lows = (column(evaluations["html"][0], name) for name in ("value", "low"))

@@ -279,10 +279,18 @@ def test_vllm_that_is_not_there(smoke):
     assert "pip install" in told(*smoke("engine=vllm"))
 
 
-def test_a_resumed_run_says_what_is_different(smoke, tmp_path, caplog):
-    run = tmp_path / "run"
-    train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
-    resumed = [f"ckpt_path={run}", "callbacks=[checkpoint]", "rollout.num_rollouts=3", "optim.max_grad_norm=2"]
+@pytest.fixture(scope="module")
+def trained(toy, tmp_path_factory):
+    """The folder of a run of two rollouts."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    settings = f"""task=gsm8k task.path={EXAMPLES} model=path model.path={toy} debug=smoke callbacks=[checkpoint] forecast=false
+        preflight=off max_tokens=8 optim.optimizer.lr=1e-3 output_dir={folder}"""
+    train(compose_config(*settings.split()))
+    return folder
+
+
+def test_a_resumed_run_says_what_is_different(trained, smoke, caplog):
+    resumed = [f"ckpt_path={trained}", "callbacks=[checkpoint]", "rollout.num_rollouts=3", "optim.max_grad_norm=2"]
     assert told(*smoke(*resumed, "algo.surrogate.high=0.28")) == (
         "the run to resume had other settings: algo.surrogate.high=0.28 (was 0.2); leave them out, or set resume.changes=allow"
     )
@@ -301,18 +309,14 @@ def test_a_run_makes_its_folder(smoke, tmp_path):
     assert (tmp_path / "new/run/config.yaml").exists()
 
 
-def test_a_folder_with_a_run_is_not_written_over(smoke, tmp_path):
-    train(compose_config(*smoke()))
-    assert "already has a run: set hydra.run.dir" in told(*smoke())
-    assert len(rows(tmp_path)) == 3
+def test_a_folder_with_a_run_is_not_written_over(trained, smoke):
+    assert "already has a run: set hydra.run.dir" in told(*smoke(f"output_dir={trained}"))
+    assert len(rows(trained)) == 3
 
 
-def test_a_checkpoint_of_another_model(smoke, tmp_path):
-    run = tmp_path / "run"
-    train(compose_config(*smoke("callbacks=[checkpoint]", f"output_dir={run}")))
-    checkpoint = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+def test_a_checkpoint_of_another_model(trained, smoke, tmp_path):
+    checkpoint = f"ckpt_path={trained / 'checkpoints' / 'last.ckpt'}"
     for i, (more, message) in enumerate([
-        ("adapter=lora", "other settings: adapter._target_=peft.LoraConfig (was None), "),
         ("adapter=lora resume.changes=allow", "a checkpoint of another model"),
         ("algo=ppo resume.changes=allow", "the first is critic.head.bias (missing there, (1,) here); give the model=, "),
         ("adapter=none", "learned from 2 rollouts already"),

@@ -22,6 +22,10 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [20, 21]]
 new_version = itertools.count(1)
 
 
+# how tokens are drawn does not depend on where the head's weights are
+TIED = pytest.mark.parametrize("folder", [True], ids=["tied"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request, tmp_path_factory) -> str:
     torch.manual_seed(0)
@@ -63,6 +67,7 @@ def model(folder, engine):
     return model
 
 
+@TIED
 def test_it_tells_of_each_completion_as_it_ends(engine, model):
     heard = []
     prompts = [*PROMPTS, *PROMPTS]
@@ -82,6 +87,7 @@ def test_one_that_fails_half_way_leaves_nothing_behind(engine, model):
     engine.load_weights(model, next(new_version))
 
 
+@TIED
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
     "filters", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}, {"repetition_penalty": 1.5}], ids=str
@@ -96,6 +102,7 @@ def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature(engine, m
             assert (best == torch.tensor(completion.ids)[:, None]).any(-1).all()
 
 
+@TIED
 def test_temperature_changes_what_is_drawn(engine, model):
     cold = engine.sample([[5, 6, 7]] * 40, Sampling(max_tokens=1, temperature=0.02), seeds=range(40))
     hot = engine.sample([[5, 6, 7]] * 40, Sampling(max_tokens=1, temperature=2.0), seeds=range(40))
@@ -104,6 +111,7 @@ def test_temperature_changes_what_is_drawn(engine, model):
         engine.sample([[5, 6, 7]], Sampling(max_tokens=1, temperature=2.5), seeds=[0])
 
 
+@TIED
 def test_each_prompt_may_have_its_own_temperature(engine, model):
     own = [0.7, 1.3] * 3
     together = engine.sample(PROMPTS * 2, Sampling(max_tokens=24), range(6), temperatures=own)
@@ -116,6 +124,7 @@ def test_each_prompt_may_have_its_own_temperature(engine, model):
         engine.sample(PROMPTS[:2], Sampling(max_tokens=1), [0, 1], temperatures=[1.0, 2.5])
 
 
+@TIED
 def test_greedy_is_argmax_with_logprobs_at_temperature_1(engine, model):
     completions = engine.sample(PROMPTS, Sampling(max_tokens=24, temperature=0, top_p=0.5), seeds=[1, 2, 3])
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -193,6 +202,7 @@ def test_an_adapter_on_a_tied_head_is_refused(model):
         next(checkpoint(adapted))
 
 
+@TIED
 def test_a_seed_decides_whatever_else_is_in_the_batch(engine, model):
     sampling = Sampling(max_tokens=24)
     prompts, seeds = [*PROMPTS, [30, 31, 32], PROMPTS[0], PROMPTS[0]], [1, 2, 3, 4, 1, 5]
@@ -202,6 +212,7 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(engine, model):
     assert together[0].ids == together[4].ids != together[5].ids
 
 
+@TIED
 def test_eos_ends_a_completion_and_belongs_to_it(engine, model):
     completions = engine.sample([[5, 6, 7]] * 64, Sampling(max_tokens=32), seeds=range(64))
     last = set()
@@ -215,6 +226,7 @@ def test_eos_ends_a_completion_and_belongs_to_it(engine, model):
     assert last == EOS  # also the one that only generation_config.json names
 
 
+@TIED
 def test_min_tokens_and_ignore_eos(engine, model):
     late = engine.sample([[5, 6, 7]] * 64, Sampling(32, vllm={"min_tokens": 8}), seeds=range(64))
     assert all(EOS.isdisjoint(completion.ids[:8]) for completion in late)
@@ -227,6 +239,7 @@ def test_min_tokens_and_ignore_eos(engine, model):
     assert {len(completion.ids) for completion in short} == {8}
 
 
+@TIED
 def test_penalties_count_the_tokens_of_the_completion_and_log_probabilities_do_not(engine, model):
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.25}
     completions = engine.sample(PROMPTS, Sampling(24, temperature=0, vllm=penalties), seeds=[1, 2, 3])
@@ -240,6 +253,7 @@ def test_penalties_count_the_tokens_of_the_completion_and_log_probabilities_do_n
     assert gap(model, PROMPTS, completions) < 1e-5
 
 
+@TIED
 def test_a_bias_is_added_to_logits_and_not_to_log_probabilities(engine, model):
     biased = engine.sample(PROMPTS, Sampling(6, vllm={"logit_bias": {7: 100, 8: 99.5}}), seeds=[1, 2, 3])
     assert {token for completion in biased for token in completion.ids} == {7, 8}
@@ -254,6 +268,7 @@ def test_eos_falls_back_to_the_config(tmp_path):
     assert eos_token_ids(str(tmp_path), None) == []
 
 
+@TIED
 def test_the_context_is_a_limit(engine, model):
     [completion] = engine.sample([[5] * (CONTEXT - 2)], Sampling(max_tokens=20), seeds=[1])
     assert completion.finish == "length" and len(completion.ids) == 2
@@ -261,6 +276,7 @@ def test_the_context_is_a_limit(engine, model):
         engine.sample([[5] * CONTEXT], Sampling(max_tokens=1), seeds=[1])
 
 
+@TIED
 def test_the_callers_generators_are_left_alone(engine, model):
     before = torch.get_rng_state()
     engine.sample(PROMPTS, Sampling(max_tokens=4), seeds=[1, 2, 3])
@@ -280,6 +296,7 @@ def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
         VLLMEngine("nowhere")
 
 
+@TIED
 def test_more_prompts_than_one_forward_takes(engine, model):
     """12,000 prompt tokens with seeds: no prompt is read in pieces, and samples do not depend on each other."""
     prompts = [[4 + i] * 300 for i in range(40)]

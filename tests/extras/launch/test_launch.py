@@ -1,6 +1,7 @@
 """Launch files: what stands in them, and that a file really trains, with scripts in place of Slurm."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TEST_PATH, compose_config
+from helpers import programs
 from helpers.runs import rows
 
 from grpo.extras.launch.launch import launch_file, main, shared_folder
@@ -174,17 +176,22 @@ def test_skypilot_reads_its_task(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_rented_machine_trains_and_evaluates(smoke, tmp_path):
-    """Its script runs here, with this Python and another folder for the run."""
+    """Its script runs here, with another folder for the run. Its Python writes down what it is to run, which then runs."""
     words = [*tiny(smoke, tmp_path), "rollout.num_rollouts=1"]
     task = rented(*words, folder=tmp_path)
     text = task["run"].replace("outputs/launched", str(tmp_path))
     for there, here in task["file_mounts"].items():
         text = text.replace(there, here)
     (tmp_path / "grpo-env" / "bin").mkdir(parents=True)
-    (tmp_path / "grpo-env" / "bin" / "activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
-    environment = {**os.environ, "PYTHONPATH": TEST_PATH, "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    (tmp_path / "grpo-env" / "bin" / "activate").write_text(f"PATH={tmp_path}:$PATH\n")
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%q " "$@" >> "$HOME/asked"; echo >> "$HOME/asked"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
+    for line in (tmp_path / "asked").read_text().splitlines():
+        done = programs.command(*shlex.split(line))
+        assert not done.returncode, done.stdout + done.stderr
     run = tmp_path / tmp_path.name
     assert [row["step"] for row in rows(run)] == [0, 1] and (run / "evaluation" / "metrics.json").exists()
 

@@ -131,8 +131,10 @@ def test_a_prompt_that_is_too_long_is_out(toy, renderer, groups):
     assert len(module.parts["teacher"].reads.ids[0]) < room
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
-@pytest.mark.parametrize("start", ["live", "start", "ema"])
+@pytest.mark.parametrize(
+    ("start", "layout"),
+    [("live", "padded"), ("live", "packed"), ("live", "shared_prompt"), ("start", "packed"), ("ema", "padded")],
+)
 def test_scores_are_those_of_the_longer_prompt_alone(toy, renderer, groups, layout, start):
     """Also for turns that go on, and for pages: a row keeps all that comes after its first prompt. The start has no adapter."""
     more = [("3 + 4", "8"), ("No: 3 + 4", "7")]

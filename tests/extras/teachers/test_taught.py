@@ -67,8 +67,13 @@ def naive(policy, teacher, name: str) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("layout", ["padded", "shared_prompt"])
-@pytest.mark.parametrize("name", ["sampled", "forward", "reverse", "jsd", "iw_opd", "vopd"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "shared_prompt") for name in ["sampled", "forward", "reverse", "jsd", "iw_opd", "vopd"]),
+        *((name, "padded") for name in ["sampled", "reverse"]),
+    ],
+)
 def test_the_first_update_follows_the_gradient_worked_by_autograd(toy, teacher, layout, name):
     policy = fresh(toy)
     loss = naive(policy, Pretrained(teacher).model(), name).mean()

@@ -16,6 +16,7 @@ from grpo.models.pretrained import Pretrained
 UNKNOWN = torch.tensor(
     [[torch.nan, torch.nan], [0.5, -0.5]]
 )  # the first group has no reward, and a teacher all the same
+CUT = {"layout": "padded", "max_tokens_per_microbatch": 14}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,17 @@ def step(module, rewards=ADVANTAGES, number: int = 0) -> tuple[dict[str, torch.T
     return {name: p.detach() - before[name] for name, p in module.trained().items()}, metrics
 
 
-@pytest.mark.parametrize("rewards", [ADVANTAGES, UNKNOWN], ids=["rewards", "some unknown"])
-@pytest.mark.parametrize("cut", [{}, {"layout": "padded", "max_tokens_per_microbatch": 14}], ids=["one", "cut"])
-@pytest.mark.parametrize("own", [False, True], ids=["head", "model"])
-@pytest.mark.parametrize("divergence", ["sampled", "reverse"])
+@pytest.mark.parametrize(
+    ("divergence", "own", "cut", "rewards"),  # each pair of two values once
+    [
+        ("sampled", False, {}, ADVANTAGES),
+        ("sampled", True, CUT, UNKNOWN),
+        ("reverse", False, CUT, UNKNOWN),
+        ("reverse", True, {}, UNKNOWN),
+        ("reverse", True, CUT, ADVANTAGES),
+    ],
+    ids=["plain", "sampled, all else", "reverse with a head", "reverse with a model", "reverse, cut"],
+)
 def test_a_step_is_the_sum_of_the_steps_of_its_parts(toy, teacher, divergence, own, cut, rewards):
     taught = {"teacher": Teaching(0.5, divergence), "imitation": Imitation(sampled=0.1)}
     settings = {"advantage": gae, "reduce": "token", **cut}
