@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import hydra
 import pandas as pd
 import psutil
 import pytest
 from conftest import ROOT, compose_config
+from hydra.core.hydra_config import HydraConfig
 
+from grpo.config.composing import CONF
 from grpo.extras.network import child
 from grpo.extras.sweep.arms import check_arms
 from grpo.extras.sweep.jobs import Job
@@ -231,6 +235,23 @@ def wait_for(condition, seconds: float = 400.0) -> None:
 
 
 # -- through train.py
+
+
+@pytest.mark.parametrize(
+    ("program", "place"), [("train", "sweep"), pytest.param("eval", "eval-sweep", marks=pytest.mark.slow)]
+)
+def test_a_sweep_has_a_folder_with_its_task_and_time(program, place, tmp_path, monkeypatch):
+    """One that names no folder itself."""
+    folders = []
+    monkeypatch.setattr(Sweep, "run", lambda sweep: folders.extend(job.folder for job in sweep.jobs))
+    monkeypatch.setattr("grpo.extras.sweep.sweep.SWEEPS", [])
+    monkeypatch.setattr("grpo.extras.sweep.arms.CHECKED", {})
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    monkeypatch.setattr("sys.argv", [f"{program}.py", "-m", "task=sums", "seed=3", "hydra/hydra_logging=none"])
+    monkeypatch.chdir(tmp_path)
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=program)(lambda config: None)()
+    (folder,) = folders
+    assert re.fullmatch(rf"outputs/sums/{place}/[\d-]{{10}}_[\d-]{{8}}/0", str(folder))
 
 
 def sweep_command(smoke, folder: Path, *overrides: str) -> list[str]:
