@@ -25,7 +25,7 @@ from grpo.extras.sweep.jobs import Job
 from grpo.system.errors import UserError, plural
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
-from grpo.system.output.console import console
+from grpo.system.output.console import busy, console
 from grpo.system.output.secrets import masked_argument
 
 POLL = 0.2  # seconds between two checks of the jobs
@@ -131,7 +131,7 @@ class Sweep:
             self.console.print(f"to resume it after an interruption: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
-        with sigterm_raises():
+        with sigterm_raises(), busy("jobs of the sweep", len(waiting)) as step:
             try:
                 while waiting or running:
                     while waiting and free:
@@ -142,6 +142,7 @@ class Sweep:
                             del running[job]
                             free.append(place)
                             self.end(job, code)
+                            step()
                     time.sleep(POLL)
             except (KeyboardInterrupt, SystemExit):
                 self.console.print(f"stopped; to resume: {self.again}")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -75,6 +76,26 @@ def test_jobs_run_side_by_side_and_one_that_fails_does_not_stop_the_rest(tmp_pat
     assert f"job 1 failed: code=3 jobs=2: error: it cannot be ({jobs[1].output})" in said
     assert said.endswith("2/3 done, 1 failed\n")
     assert jobs[0].output.read_text().startswith(f"$ PLACE=0 {sys.executable} -c")
+
+
+def test_a_bar_counts_the_jobs_that_are_left(tmp_path, monkeypatch):
+    bars = []
+
+    class Screen:
+        console = None
+
+        @contextmanager
+        def busy(self, words, total):
+            bars.append([words, total, 0])
+            yield lambda: bars[-1].__setitem__(2, bars[-1][2] + 1)
+
+    monkeypatch.setattr("grpo.system.output.console.SCREENS", [Screen()])
+    sweep = make(tmp_path)
+    for code in (0, 3):
+        add(sweep, code, 0)
+    add(sweep, 0, 1).status = "finished"
+    sweep.run()
+    assert bars == [["jobs of the sweep", 2, 2]]
 
 
 def test_a_second_call_runs_what_is_not_finished(tmp_path):
