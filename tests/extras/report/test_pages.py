@@ -145,6 +145,12 @@ SPELLED = {5e-5: "5e-5", 0.00015: "1.5e-4", -2e-7: "-2e-7", 0.001: "0.001", 0.5:
 def test_a_small_number_is_spelled_alike_in_tables_and_labels():
     assert in_script({}, f"[{','.join(map(json.dumps, SPELLED))}].map(asText)") == [*SPELLED.values()]
     assert [spelled(value) for value in SPELLED][:-1] == [*SPELLED.values()][:-1]
+    assert in_script({}, "[1e-7, 1.5e-7, 1.234e-7, 1e-10].map((value) => tell(value))") == [
+        "1e-7",
+        "1.5e-7",
+        "1.23e-7",
+        "1e-10",
+    ]
 
 
 def test_a_page_counts_the_jobs_that_have_not_begun(tmp_path):

@@ -24,6 +24,7 @@ from grpo.extras.sweep.arms import check_arms
 from grpo.extras.sweep.jobs import Job
 from grpo.extras.sweep.sweep import Sweep, places, reported
 from grpo.system.errors import UserError
+from hydra_plugins.grpo import parsed, short
 from train import train
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -185,6 +186,14 @@ def test_how_far_a_sweep_is_is_told(tmp_path):
         Job(i, tmp_path, [], "", 4, status) for i, status in enumerate(("finished", "failed", "running", "waiting"))
     ]
     assert sweep.total() == "1/4 done, 1 failed, 1 running"
+    sweep.planned = 6  # a search chooses the others later
+    assert sweep.total() == "1/6 done, 1 failed, 1 running"
+
+
+def test_the_label_of_a_job_has_no_more_digits_than_people_read():
+    words = ["optim.optimizer.lr=0.00020554062603827", "rollout.group_size=4", "algo=dapo", "+x=0.5", "seed=123456"]
+    labels = ["optim.optimizer.lr=0.0002055", "rollout.group_size=4", "algo=dapo", "+x=0.5", "seed=123456"]
+    assert [short(override) for override in parsed(words).values()] == labels
 
 
 def test_a_sweep_that_is_refused_leaves_nothing_that_it_has_made(tmp_path):
@@ -362,6 +371,7 @@ def test_optuna_asks_our_launcher_and_bears_a_failure(smoke, tmp_path):
     jobs = json.loads((tmp_path / "jobs.json").read_text())
     bad = [number for number, job in enumerate(jobs) if "rollout.group_size=1" in job]
     assert len(jobs) == 3 and 0 < len(bad) < 3
+    assert "sweep of 3 jobs, 2 at a time" in first.stdout and "A new study created" not in first.stdout + first.stderr
     assert first.returncode == 1 and f"error: {len(bad)} of the sweep's 3 jobs failed: {bad[0]} " in first.stderr
     again = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert json.loads((tmp_path / "jobs.json").read_text()) == jobs
