@@ -60,6 +60,26 @@ def by_seed(done: Mapping[str, list[Run]]) -> pd.DataFrame:
     return table.join(compared(done).drop(columns="seeds")).rename_axis("arm")
 
 
+def in_words(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of `by_seed` as texts, each number with its interval in one column. What there is not is empty."""
+
+    def percent(name: str) -> pd.Series:
+        return table[name].map("{:.1%}".format, na_action="ignore")
+
+    def with_interval(name: str, before: str = "") -> pd.Series:
+        ends = [(100 * table[f"{before}{end}"]).map("{:.1f}".format, na_action="ignore") for end in ("low", "high")]
+        return percent(name) + (" (" + ends[0] + " to " + ends[1] + ")").fillna("")
+
+    words = pd.DataFrame({name: percent(name) for name in table if name.startswith("seed ")})
+    words["accuracy (95 %)"] = with_interval("value")
+    if "difference" in table:
+        words["difference (95 %)"] = with_interval("difference", "difference_")
+        words[["p", "p (Holm)"]] = table[["p", "p (Holm)"]].map("{:.2g}".format, na_action="ignore")
+        counts = [table[name].map("{:.0f}".format, na_action="ignore") for name in ("better", "worse", "ties")]
+        words["better / worse / ties"] = counts[0] + " / " + counts[1] + " / " + counts[2]
+    return words.fillna("")
+
+
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
     """Return a table for each key that differs: value, low, high, n over all runs that share a value of the key.
 

@@ -265,13 +265,14 @@ def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
     accuracy = {arm: [last_accuracy(sweep / str(job)) for job in of] for arm, of in jobs_of.items()}
     table = comparison["html"][0]
     for arm, (a, b) in accuracy.items():
-        assert column(table, "value")[arm] == f"{(a + b) / 2:.1%}"
         assert [column(table, f"seed {seed}")[arm] for seed in (0, 1)] == [f"{a:.1%}", f"{b:.1%}"]
         answered = [answers(sweep / str(job), 3) for job in jobs_of[arm]]
-        low = arm_interval([[float(one[item]["correct"]) for item in answered[0]] for one in answered]).low
-        assert column(table, "low")[arm] == f"{low:.1%}"
+        _, low, high, _ = arm_interval([[float(one[item]["correct"]) for item in answered[0]] for one in answered])
+        shown = f"{(a + b) / 2:.1%} ({100 * low:.1f} to {100 * high:.1f})"
+        assert column(table, "accuracy (95 %)")[arm] == shown
     difference = (sum(accuracy["algo=dr_grpo"]) - sum(accuracy["algo=grpo"])) / 2
-    assert column(table, "difference") == {"algo=grpo": "", "algo=dr_grpo": f"{difference:.1%}"}
+    differences = column(table, "difference (95 %)")
+    assert differences["algo=grpo"] == "" and differences["algo=dr_grpo"].startswith(f"{difference:.1%} (")
     assert column(table, "p") == column(table, "p (Holm)")  # a single comparison
     assert "only 2 seeds: an interval reaches 12.7 standard errors" in words["text"]
 
@@ -333,6 +334,11 @@ def test_a_sweep_is_a_table_of_rates_and_seeds_and_one_plot(tmp_path):
     assert list(table.index) == ["optim.lr=1e-4", "optim.lr=0.001"] and list(table)[:2] == ["seed 0", "seed 1"]
     assert table[["seed 0", "seed 1", "value"]].to_numpy().tolist() == [[0.25, 0.5, 0.375], [0.75, 1.0, 0.875]]
     assert table["difference"].iloc[1] == 0.5 and not table[["value", "low", "high"]].isna().any(axis=None)
+
+    words = figures.in_words(table)
+    low, high = (f"{100 * table[end].iloc[0]:.1f}" for end in ("low", "high"))
+    assert list(words.iloc[0]) == ["25.0%", "50.0%", f"37.5% ({low} to {high})", "", "", "", ""]
+    assert words["difference (95 %)"].iloc[1].startswith("50.0% (") and words.iloc[1, -1] == "3 / 0 / 1"
 
     (axes,) = figures.swept(arms).axes
     assert axes.get_xscale() == "log" and [tick.get_text() for tick in axes.get_xticklabels()] == ["1e-4", "0.001"]
