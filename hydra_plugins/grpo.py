@@ -1,5 +1,6 @@
 """The default launcher of sweeps, hydra/launcher=processes: Hydra finds it in this package, and it runs grpo/apps/sweep."""
 
+import logging
 import os
 import re
 import shlex
@@ -49,7 +50,9 @@ class Processes(Launcher):
         folder = Path(config.hydra.sweep.dir)
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
         again = shlex.join(["python", *again, f"hydra.sweep.dir={literal(folder)}"])
-        self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again)
+        trials = config.hydra.sweeper.get("n_trials") or 0
+        self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again, trials)
+        logging.getLogger("optuna").setLevel(logging.WARNING)  # Hydra names the study, too
         for number, job in enumerate(self.sweep.numbered()):
             before = parsed(job)
             for key in before | overrides:
@@ -93,7 +96,7 @@ class Processes(Launcher):
             config.hydra.job.num = number = self.sweep.number(overrides)
             config.hydra.job.id = str(number)
         folder = self.sweep.folder / config.hydra.sweep.subdir
-        label = " ".join(o.input_line for key, o in parsed(overrides).items() if key in self.swept)
+        label = " ".join(short(o) for key, o in parsed(overrides).items() if key in self.swept)
         rollouts = config.rollout.num_rollouts if "rollout" in config else None
         return self.sweep.add(Job(number, folder, overrides, label or "default settings", rollouts)), values
 
@@ -112,6 +115,12 @@ class Processes(Launcher):
 def parsed(overrides: Iterable[str]) -> dict[str, Override]:
     """Return parsed overrides by key; the last override of a key wins."""
     return {o.get_key_element(): o for o in OverridesParser.create().parse_overrides(list(overrides))}
+
+
+def short(override: Override) -> str:
+    """Return an override for people: a number that a search has drawn is in four digits."""
+    value = override.value()
+    return f"{override.get_key_element()}={value:.4g}" if isinstance(value, float) else str(override.input_line)
 
 
 def text(override: Override) -> str:

@@ -5,28 +5,31 @@
 
 import math
 import textwrap
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
 from grpo.extras.losses.anatomy import against_ratio
+from grpo.extras.report.comparison import compared
 from grpo.extras.report.run_plots import COLOURS, panels, tidy
-from grpo.extras.report.runs import differences
+from grpo.extras.report.runs import arms, differences, spelled
 from grpo.extras.report.statistics import over_seeds
 from grpo.objectives.algorithm import Algorithm
 from grpo.runs.run import Run
 
 
 def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
-    """Draw the columns value, low and high as points with error bars against the index: numbers to scale, names side by side."""
+    """Draw the columns value, low and high as points with error bars against the index: numbers to scale, names side by side.
+    A value without an interval has no bar."""
     numbers = pd.api.types.is_numeric_dtype(table.index)
     x = table.index if numbers else range(len(table))
-    bars = [table["value"] - table["low"], table["high"] - table["value"]]
+    bars = [(table["value"] - table["low"]).fillna(0), (table["high"] - table["value"]).fillna(0)]
     axes.errorbar(x, table["value"], yerr=bars, fmt="o-" if numbers else "o", markersize=4, capsize=3, linewidth=1.5)
     if not numbers:
         axes.set_xticks(x, table.index)
@@ -44,20 +47,92 @@ def stack(table: pd.DataFrame, axes: Axes, **labels) -> None:
 # -- sweeps
 
 
+def last_accuracy(run: Run) -> float:
+    """Return the held-out accuracy of the last evaluation."""
+    return float(run.accuracy.iloc[-1])
+
+
+def by_seed(done: Mapping[str, list[Run]]) -> pd.DataFrame:
+    """Return the last accuracies as a table: a row for each arm, a column for each seed, then those of `compared`."""
+    seeds = {arm: {f"seed {run.seed}": last_accuracy(run) for run in runs} for arm, runs in done.items()}
+    names = sorted({run.seed for runs in done.values() for run in runs})
+    table = pd.DataFrame.from_dict(seeds, orient="index", columns=None)[[f"seed {name}" for name in names]]
+    return table.join(compared(done).drop(columns="seeds")).rename_axis("arm")
+
+
+def in_words(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of `by_seed` as texts, each number with its interval in one column. What there is not is empty."""
+
+    def percent(name: str) -> pd.Series:
+        return table[name].map("{:.1%}".format, na_action="ignore")
+
+    def with_interval(name: str, before: str = "") -> pd.Series:
+        ends = [(100 * table[f"{before}{end}"]).map("{:.1f}".format, na_action="ignore") for end in ("low", "high")]
+        return percent(name) + (" (" + ends[0] + " to " + ends[1] + ")").fillna("")
+
+    words = pd.DataFrame({name: percent(name) for name in table if name.startswith("seed ")})
+    words["accuracy (95 %)"] = with_interval("value")
+    if "difference" in table:
+        words["difference (95 %)"] = with_interval("difference", "difference_")
+        words[["p", "p (Holm)"]] = table[["p", "p (Holm)"]].map("{:.2g}".format, na_action="ignore")
+        counts = [table[name].map("{:.0f}".format, na_action="ignore") for name in ("better", "worse", "ties")]
+        words["better / worse / ties"] = counts[0] + " / " + counts[1] + " / " + counts[2]
+    return words.fillna("")
+
+
 def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
-    """Return a table for each key that differs: value, low, high, n over all runs that share a value of the key."""
+    """Return a table for each key that differs: value, low, high, n over all runs that share a value of the key.
+
+    Where a single key differs these are the arms, so the intervals are those of `compared`.
+    """
     runs = [run for members in done.values() for run in members]
-    accuracy = pd.Series([run.accuracy.iloc[-1] for run in runs])
+    accuracy = pd.Series(map(last_accuracy, runs))
+    found = differences(runs)
     tables = {}
-    for one in differences(runs):
-        values = [
-            value if isinstance(value := one.values[run], int | float) else str(value or "default") for run in runs
-        ]
+    for one in found:
+        values = values_of(runs, one.values)
         rows = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(values, sort=False)}
         table = pd.DataFrame(rows).T.rename_axis(one.name)
+        if len(found) == 1:
+            own = compared(arms(runs, found))
+            own.index = [values_of([members[0]], one.values)[0] for members in map(arms(runs, found).get, own.index)]
+            table.update(own[["value", "low", "high"]])
         # numbers are sorted by size
         tables[one.name] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
     return tables
+
+
+def values_of(runs: Sequence[Run], values: Mapping[Run, Any]) -> list[float | str]:
+    """Return the value of a key in each run: numbers if all are numbers, else words."""
+    found = [values[run] for run in runs]
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in found):
+        return found
+    return ["default" if value is None else spelled(value) for value in found]
+
+
+def swept(done: Mapping[str, list[Run]]) -> Figure | None:
+    """Draw the accuracy against each key that differs: a dot for each run, and the means of `effects` with their intervals.
+    Numbers that are ten times apart are on a scale of logarithms. None if no key differs."""
+    runs = [run for members in done.values() for run in members]
+    tables = effects(done)
+    if not tables:
+        return None
+    figure, grid = panels(len(tables), width=4.5, height=3)
+    for axes, one in zip(grid, differences(runs), strict=True):
+        table = tables[one.name]
+        error_bars(table, axes, xlabel=one.name, ylabel="held-out accuracy, last evaluation")
+        at = values_of(runs, one.values)
+        if (numbers := pd.api.types.is_numeric_dtype(table.index)) and min(at) > 0 and max(at) >= 10 * min(at):
+            axes.set_xscale("log")
+            axes.minorticks_off()
+        if numbers:
+            axes.set_xticks(table.index, map(spelled, table.index))
+        else:
+            at = [table.index.get_loc(value) for value in at]
+            axes.set_xticks(range(len(table)), [textwrap.fill(str(name), 14) for name in table.index])
+        axes.scatter(at, list(map(last_accuracy, runs)), s=14, color=COLOURS[1], alpha=0.8, zorder=3)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return figure
 
 
 # -- objectives

@@ -4,14 +4,17 @@
 """
 
 import csv
+import io
 import json
 import os
 import re
 import shutil
 import sys
+from contextlib import redirect_stdout
 from html import unescape
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import ROOT, compose_config
@@ -20,12 +23,13 @@ from pyarrow import parquet
 from scipy.stats import binomtest
 
 from grpo.extras.report.statistics import arm_interval
-from notebooks import cards, figures
+from notebooks import cards, figures, folders
 from train import train
 
 nbformat = pytest.importorskip("nbformat")  # missing where only vLLM is tested
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
 KernelSpecManager = pytest.importorskip("jupyter_client.kernelspec").KernelSpecManager
+InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
 AsyncKernelManager = pytest.importorskip("jupyter_client.manager").AsyncKernelManager
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -60,10 +64,11 @@ def test_a_notebook_is_stripped_and_opens_with_its_question(file):
 # -- executed
 
 
-def execute(name, folder, tmp_path, warns=False, **environment):
+def execute(name, folder, tmp_path, warns=False, named=(), **environment):
     """Return the outputs of each code cell of a notebook in `folder`: {"text": ..., "html": [...], "images": n}.
 
-    The kernel is this interpreter with the grpo of this checkout.
+    The kernel is this interpreter with the grpo of this checkout. named: pairs such as FOLDER and the folder that a user writes
+    there.
     """
     spec = tmp_path / "kernels" / "python3" / "kernel.json"
     spec.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +76,9 @@ def execute(name, folder, tmp_path, warns=False, **environment):
     spec.write_text(json.dumps({"argv": argv, **KERNEL}))
     specs = KernelSpecManager(kernel_dirs=[str(spec.parents[1])], ensure_native_kernel=False)
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    for variable, value in named:
+        (cell,) = (cell for cell in notebook.cells if re.search(rf"^{variable} = ", cell.source, re.M))
+        cell.source = re.sub(rf"^{variable} = \S+", f"{variable} = {str(value)!r}", cell.source, flags=re.M)
     folder.mkdir(exist_ok=True)
     client = NotebookClient(
         notebook,
@@ -168,7 +176,7 @@ def answers(run, after):
 @pytest.mark.slow
 def test_01_tells_of_the_newest_run(two, tmp_path):
     run = two / "sweep" / "3"
-    cells = execute("01_run", two.parent / "notebooks", tmp_path, GRPO_BESIDE=str(two / "sweep" / "0"))
+    cells = execute("01_run", two.parent / "notebooks", tmp_path, named=[("BESIDE", two / "sweep" / "0")])
     said, _, parts, evaluations, change, several, levels, health, _, moves, time, _, beside, points = cells
     assert "sweep/3, finished, 3 of 3 rollouts\noverrides: algo=dr_grpo seed=1" in said["text"]
     assert [cell["images"] for cell in cells] == [0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
@@ -224,7 +232,7 @@ def test_01_shows_parts_samples_levels_and_the_kl(tmp_path):
 @pytest.mark.slow
 def test_02_shows_samples_groups_changes_and_tokens(outputs, tmp_path):
     run = outputs / "sweep" / "0"
-    cells = execute("02_rollouts", outputs.parent / "notebooks", tmp_path, GRPO_RUN=str(run))
+    cells = execute("02_rollouts", outputs.parent / "notebooks", tmp_path, named=[("FOLDER", run)])
     said, table, cards, groups, changes, tokens = cells
     assert "samples of 3 rollouts, from 1 to 3" in said["text"]
     samples = parquet.read_table(run / "rollouts" / "000003.parquet").to_pylist()
@@ -261,8 +269,8 @@ def test_02_says_how_to_keep_tokens_and_goes_on(outputs, tmp_path):
 @pytest.mark.slow
 def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
     sweep = outputs / "sweep"
-    said, jobs, curves, comparison, words, effect = execute("03_sweep", outputs.parent / "notebooks", tmp_path)
-    assert "5 jobs, 4 of them finished and evaluated" in said["text"]
+    said, comparison, words, effect, jobs, curves = execute("03_sweep", outputs.parent / "notebooks", tmp_path)
+    assert "sweep: 5 runs, 4 finished, 1 failed" in said["text"]
     head, *body = rows(jobs["html"][0])
     states = {line[head.index("folder")][-1]: line[head.index("status")] for line in body}
     assert states == {"0": "finished", "1": "finished", "2": "finished", "3": "finished", "4": "failed"}
@@ -272,19 +280,23 @@ def test_03_compares_the_arms_of_what_finished(outputs, tmp_path):
     accuracy = {arm: [last_accuracy(sweep / str(job)) for job in of] for arm, of in jobs_of.items()}
     table = comparison["html"][0]
     for arm, (a, b) in accuracy.items():
-        assert column(table, "value")[arm] == f"{(a + b) / 2:.1%}"
+        assert [column(table, f"seed {seed}")[arm] for seed in (0, 1)] == [f"{a:.1%}", f"{b:.1%}"]
         answered = [answers(sweep / str(job), 3) for job in jobs_of[arm]]
-        low = arm_interval([[float(one[item]["correct"]) for item in answered[0]] for one in answered]).low
-        assert column(table, "low")[arm] == f"{low:.1%}"
+        _, low, high, _ = arm_interval([[float(one[item]["correct"]) for item in answered[0]] for one in answered])
+        shown = f"{(a + b) / 2:.1%} ({100 * low:.1f} to {100 * high:.1f})"
+        assert column(table, "accuracy (95 %)")[arm] == shown
     difference = (sum(accuracy["algo=dr_grpo"]) - sum(accuracy["algo=grpo"])) / 2
-    assert column(table, "difference") == {"algo=grpo": "", "algo=dr_grpo": f"{difference:.1%}"}
+    differences = column(table, "difference (95 %)")
+    assert differences["algo=grpo"] == "" and differences["algo=dr_grpo"].startswith(f"{difference:.1%} (")
     assert column(table, "p") == column(table, "p (Holm)")  # a single comparison
     assert "only 2 seeds: an interval reaches 12.7 standard errors" in words["text"]
 
 
 @pytest.mark.slow
-def test_04_draws_every_preset(tmp_path):
-    names, *figures = execute("04_objective", ROOT / "notebooks", tmp_path)
+def test_04_draws_every_preset_and_the_run(outputs, tmp_path):
+    named = [("FOLDER", outputs / "sweep" / "3")]
+    names, *figures = execute("04_objective", ROOT / "notebooks", tmp_path, named=named)
+    assert "drawn without it" not in names["text"]
     assert set(names["text"].strip("'").split(", ")) == {file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")}
     assert [cell["images"] for cell in figures] == [1, 1, 2, 1]
 
@@ -306,6 +318,99 @@ def test_05_teaches_another_task(tmp_path):
 
 
 # -- their modules
+
+
+def done(folder, seed, lr, right, status="finished"):
+    """Make a run that has been evaluated on four problems, of which the first `right` were solved."""
+    (folder / "evaluations").mkdir(parents=True)
+    solved = [i < right for i in range(4)]
+    table = pd.DataFrame({"item": list("abcd"), "prompt": "p", "correct": solved, "reward": np.array(solved, float)})
+    table.to_parquet(folder / "evaluations" / "000002.parquet")
+    settings = {"seed": seed, "rollout": {}, "optim": {"lr": lr}, "output_dir": str(folder)}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    (folder / "manifest.json").write_text(json.dumps({"status": status, "overrides": [f"optim.lr={lr}"]}))
+    (folder / "metrics.csv").write_text(f"step,eval/accuracy\n2,{right / 4}\n")
+
+
+def test_a_sweep_is_a_table_of_rates_and_seeds_and_one_plot(tmp_path):
+    """Two rates ten times apart with two seeds each; a job that was interrupted, one that has not begun, and an older sweep."""
+    done(tmp_path / "old" / "0", 0, 0.5, 4)
+    os.utime(tmp_path / "old" / "0" / "manifest.json", (0, 0))
+    sweep = tmp_path / "sweep"
+    for job, (lr, seed, right) in enumerate([(1e-4, 0, 1), (1e-4, 1, 2), (1e-3, 0, 3), (1e-3, 1, 4)]):
+        done(sweep / str(job), seed, lr, right)
+    done(sweep / "4", 2, 1e-3, 0, "interrupted")
+    (sweep / "jobs.json").write_text(json.dumps([[]] * 6))
+    place, runs, arms = folders.newest_sweep(tmp_path)
+    said = "6 runs, 4 finished, 1 interrupted, 1 not begun"
+    assert place == sweep and folders.said_of(place, runs) == f"{sweep}: {said}"
+
+    table = figures.by_seed(arms)
+    assert list(table.index) == ["optim.lr=1e-4", "optim.lr=0.001"] and list(table)[:2] == ["seed 0", "seed 1"]
+    assert table[["seed 0", "seed 1", "value"]].to_numpy().tolist() == [[0.25, 0.5, 0.375], [0.75, 1.0, 0.875]]
+    assert table["difference"].iloc[1] == 0.5 and not table[["value", "low", "high"]].isna().any(axis=None)
+
+    words = figures.in_words(table)
+    low, high = (f"{100 * table[end].iloc[0]:.1f}" for end in ("low", "high"))
+    assert list(words.iloc[0]) == ["25.0%", "50.0%", f"37.5% ({low} to {high})", "", "", "", ""]
+    assert words["difference (95 %)"].iloc[1].startswith("50.0% (") and words.iloc[1, -1] == "3 / 0 / 1"
+
+    (axes,) = figures.swept(arms).axes
+    assert axes.get_xscale() == "log" and [tick.get_text() for tick in axes.get_xticklabels()] == ["1e-4", "0.001"]
+    assert axes.collections[-1].get_offsets().tolist() == [[1e-4, 0.25], [1e-4, 0.5], [1e-3, 0.75], [1e-3, 1.0]]
+    (mean, *_), *_ = axes.containers
+    assert mean.get_ydata().tolist() == [0.375, 0.875]
+    bars = figures.effects(arms)["optim.lr"]  # one key: the intervals of the table
+    assert bars[["low", "high"]].to_numpy().tolist() == table[["low", "high"]].to_numpy().tolist()
+
+
+def test_runs_that_are_no_sweep_are_compared_with_one_run_of_each_seed(tmp_path):
+    for name, seed, right in (("2026-01-01", 0, 1), ("2026-01-02", 0, 4), ("2026-01-03", 1, 2)):
+        done(tmp_path / "grpo" / name, seed, 1e-4, right)
+    place, runs, arms = folders.newest_sweep(tmp_path)
+    assert place == tmp_path and len(runs) == 3
+    table = figures.by_seed(arms)
+    assert table[["seed 0", "seed 1"]].to_numpy().tolist() == [[0.25, 0.5]] and figures.swept(arms) is None
+
+
+def test_words_on_a_plot_are_side_by_side(tmp_path):
+    for job, (lr, right) in enumerate([("auto", 1), ("constant", 3)]):
+        done(tmp_path / str(job), 0, lr, right)
+    _, _, arms = folders.newest_sweep(tmp_path)
+    (axes,) = figures.swept(arms).axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["auto", "constant"]
+    assert axes.collections[-1].get_offsets().tolist() == [[0, 0.25], [1, 0.75]]
+
+
+@pytest.mark.parametrize(
+    ("find", "line"),
+    [
+        (folders.newest_run, "No run in FOLDER has learned from a rollout: python train.py makes one,"),
+        (
+            folders.newest_sweep,
+            "No run in FOLDER has finished with an evaluation yet: python train.py -m sweep=lr makes a",
+        ),
+    ],
+)
+def test_where_there_is_no_run_one_line_says_what_to_do(find, line, tmp_path):
+    done(tmp_path / "sweep" / "0", 0, 1e-4, 1, "interrupted")
+    (tmp_path / "sweep" / "0" / "metrics.csv").write_text("step,eval/accuracy\n0,0.5\n")  # before learning
+    for folder in (tmp_path, tmp_path / "none"):
+        shell = InteractiveShell()
+        shell.user_ns.update(find=find, folder=folder)
+        with redirect_stdout(io.StringIO()) as shown:
+            shell.run_cell("find(folder)")
+        assert shown.getvalue().count("\n") == 1 and shown.getvalue().startswith(line.replace("FOLDER", str(folder)))
+
+
+def test_a_run_with_code_of_others_is_not_drawn(tmp_path, capsys):
+    done(tmp_path, 0, 1e-4, 1)
+    algo = {"_target_": "grpo.objectives.algorithm.Algorithm", "advantage": {"_target_": "os.system"}}
+    settings = json.loads((tmp_path / "config.yaml").read_text()) | {"algo": algo}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    assert folders.own_algorithm(tmp_path) == {}
+    said = capsys.readouterr().out
+    assert "algo.advantage._target_=os.system" in said and said.endswith("The presets are drawn without it.\n")
 
 
 def test_what_coincides_is_drawn_once():

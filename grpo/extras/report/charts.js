@@ -31,7 +31,7 @@ function tell(value, unit) {
   if (end && value < 0.001) return "< 0.001 s";
   const size = Math.abs(value);
   if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 }) + end;
-  return (size > 0 && size < 0.001 ? value.toExponential(2) : String(+value.toPrecision(4))) + end;
+  return (size > 0 && size < 0.001 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(4))) + end;
 }
 
 /** Returns about `count` round numbers that cover the range from low to high. */

@@ -22,7 +22,8 @@ function writeLink() {
   history.replaceState(null, "", `#${held}`);
 }
 
-const asText = (value) => (value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
+const tiny = (value) => typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3;
+const asText = (value) => (value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : tiny(value) ? value.toExponential() : String(value));
 const inOrder = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : asText(a).localeCompare(asText(b), "en", { numeric: true }));
 
 /** Returns the end of a key that no other key has: lr of optim.optimizer.lr. */

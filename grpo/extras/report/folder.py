@@ -17,7 +17,7 @@ from grpo.extras.report.changes import SIDES, VERDICT, first_samples
 from grpo.extras.report.comparison import every_pair, finished_arms
 from grpo.extras.report.pictures import names_in_prompt, urls
 from grpo.extras.report.run import minute, shorter
-from grpo.extras.report.runs import arms, differences, is_sweep, load, run_folders
+from grpo.extras.report.runs import arms, differences, is_sweep, load, run_folders, waiting_jobs
 from grpo.extras.report.statistics import arm_interval
 from grpo.runs.run import Run
 
@@ -52,6 +52,7 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
     started = sorted(minute(run.manifest["started"]) for run in runs if run.manifest.get("started"))
     ended = sum(run.status == "finished" for run in runs)
     sweeps = [place for place in places if is_sweep(place) and place != folder]
+    waiting = sum(waiting_jobs(place) for place in {folder, *sweeps})
     return {
         "kind": "folder",
         "name": f"Sweep {folder.resolve().name}" if is_sweep(folder) else f"All runs in {folder.resolve()}",
@@ -59,6 +60,7 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
         "numbers": [
             {"label": "arms", "value": str(len(by_arm)), "note": "that differ in more than the seed"},
             {"label": "runs", "value": f"{ended} / {len(runs)}", "note": "finished"},
+            *([{"label": "jobs", "value": str(waiting), "note": "have not begun"}] if waiting else []),
         ],
         "differ": [{"name": one.name, "also": one.also} for one in differ],
         "arms": [

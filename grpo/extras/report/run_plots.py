@@ -42,7 +42,10 @@ def panels(n: int, columns: int = 4, width: float = 2.6, height: float = 2.1, **
 
 
 def draw_curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
-    """Draw the mean over seeds against rollouts: a line for each arm, and its 95 % interval as a band if it has several seeds."""
+    """Draw the mean over seeds against rollouts: a line for each arm, and its 95 % interval as a band if it has several seeds.
+
+    The interval of few seeds can be very wide: it extends the axis by at most the range of the means on either side.
+    """
     table = band(runs, metric)
     for arm, part in table.groupby("arm", sort=False):
         few = "o" if len(part) < 15 else None
@@ -51,6 +54,10 @@ def draw_curves(runs: Iterable[Run], metric: str, axes: Axes, **labels) -> None:
         if part["mean"].between(0, 1).all():  # a share: its interval ends at 0 and 1
             ends = ends.clip(0, 1)
         axes.fill_between(part["rollouts"], ends["low"], ends["high"], color=line.get_color(), alpha=0.2, linewidth=0)
+    least, most = table["mean"].min(), table["mean"].max()
+    low, high = axes.get_ylim()
+    if room := most - least:
+        axes.set_ylim(max(low, least - room), min(high, most + room))
     tidy(axes, **{"xlabel": "rollouts", "ylabel": metric, **labels})
 
 

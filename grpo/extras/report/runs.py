@@ -1,5 +1,6 @@
 """Several runs as pandas tables: the jobs of a sweep, arms, means over seeds."""
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,6 +68,13 @@ def is_sweep(folder: Path) -> bool:
     return not (folder / "config.yaml").is_file() and any(name.isdigit() for name in jobs)
 
 
+def waiting_jobs(folder: Path) -> int:
+    """Return how many jobs of a sweep have not begun; 0 for any other folder."""
+    file = folder / "jobs.json"
+    jobs = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return sum(not (folder / str(number)).is_dir() for number in range(len(jobs)))
+
+
 class Difference(NamedTuple):
     """A setting in which runs differ. name: its key, or the group that chooses it. also: keys that differ with it.
     values: its value in each run, None if the run does not have it."""
@@ -129,6 +137,16 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return found
 
 
+def spelled(value: Any) -> str:
+    """Return a setting as people type it: a number below 0.001 as 5e-5."""
+    if not isinstance(value, float):
+        return str(value)
+    if not 0 < abs(value) < 1e-3:
+        return f"{value:.12g}"
+    digits, _, power = f"{value:.11e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
 def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict[str, list[Run]]:
     """Group runs whose settings are equal except for the seed. The keys name the settings that differ, such as "algo=grpo".
     found: their `differences`, if they are known."""
@@ -137,9 +155,7 @@ def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict
     groups: dict[str, list[Run]] = {}
     for run in runs:
         values = {one.name: one.values[run] for one in found if one.values[run] is not None}
-        label = ", ".join(
-            f"{name}={value:.12g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
-        )
+        label = ", ".join(f"{name}={spelled(value)}" for name, value in values.items())
         groups.setdefault(label or ("default" if found else "all runs"), []).append(run)
     return groups
 

@@ -25,7 +25,7 @@ from grpo.extras.sweep.jobs import Job
 from grpo.system.errors import UserError, plural
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
-from grpo.system.output.console import console
+from grpo.system.output.console import busy, console
 from grpo.system.output.secrets import masked_argument
 
 POLL = 0.2  # seconds between two checks of the jobs
@@ -57,6 +57,7 @@ class Sweep:
     command: returns the command that starts a job with these overrides.
     places: environment variables for each job that runs at the same time, from `places`.
     again: the command line that resumes the sweep, for messages.
+    planned: the number of jobs, if a sweeper adds them in steps.
 
     Raises UserError if another sweep is running in the folder.
     """
@@ -67,8 +68,10 @@ class Sweep:
         command: Callable[[Job, Sequence[str]], Sequence[str]],
         places: Sequence[Mapping[str, str]],
         again: str,
+        planned: int = 0,
     ) -> None:
         self.folder, self.command, self.places, self.again = folder, command, places, again
+        self.planned = planned
         self.jobs: list[Job] = []
         self.began = False
         self.console = console(highlight=False, markup=False, soft_wrap=True)
@@ -122,16 +125,16 @@ class Sweep:
     def run(self) -> None:
         """Run all waiting jobs and return when they have ended. A failed job does not stop the others."""
         waiting = deque(job for job in self.jobs if job.status == "waiting")
+        done = len(self.jobs) - len(waiting)
         if not self.began:
             self.began = True
-            done = len(self.jobs) - len(waiting)
             before = f", {done} of them finished before" if done else ""
             at_once = f"{len(self.places)} at a time, in {self.folder}"
-            self.console.print(f"sweep of {plural(len(self.jobs), 'job')}{before}, {at_once}")
+            self.console.print(f"sweep of {plural(self.count, 'job')}{before}, {at_once}")
             self.console.print(f"to resume it after an interruption: {self.again}")
         free = list(reversed(self.places))
         running: dict[Job, tuple[subprocess.Popen, Mapping[str, str]]] = {}
-        with sigterm_raises():
+        with sigterm_raises(), busy("jobs of the sweep", self.count - done) as step:
             try:
                 while waiting or running:
                     while waiting and free:
@@ -142,6 +145,7 @@ class Sweep:
                             del running[job]
                             free.append(place)
                             self.end(job, code)
+                            step()
                     time.sleep(POLL)
             except (KeyboardInterrupt, SystemExit):
                 self.console.print(f"stopped; to resume: {self.again}")
@@ -168,10 +172,15 @@ class Sweep:
         outcome = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
         self.console.print(f"job {job.number} {job.status}: {job.label}: {outcome}; {self.total()}")
 
+    @property
+    def count(self) -> int:
+        """The number of jobs, also of those that will be chosen later."""
+        return max(self.planned, len(self.jobs))
+
     def total(self) -> str:
         """Return a line with the number of jobs by status."""
         count = Counter(job.status for job in self.jobs)
-        counts = [f"{count['finished']}/{len(self.jobs)} done"]
+        counts = [f"{count['finished']}/{self.count} done"]
         counts += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
         return ", ".join(counts)
 

@@ -19,7 +19,7 @@ from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.comparison import arms_of, compare
 from grpo.extras.report.folder import answers, curves_of, folder_data, line
 from grpo.extras.report.run import embedded
-from grpo.extras.report.runs import arms, curves, differences, load
+from grpo.extras.report.runs import arms, curves, differences, load, spelled
 from grpo.extras.report.serve import answer, serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -135,7 +135,34 @@ def test_an_option_stands_for_the_settings_that_it_explains_and_hides_no_other(t
         "new.x": (["new.y"], [1, 1, 2]),
     }
     assert list(arms(runs)) == [f"algo={algo}, optim.lr={rate}, new.x={x}"
-        for algo, rate, x in (("grpo", 0.0001, 1), ("dapo", 0.0002, 1), ("dapo", 0.0002, 2))]  # fmt: skip
+        for algo, rate, x in (("grpo", "1e-4", 1), ("dapo", "2e-4", 1), ("dapo", "2e-4", 2))]  # fmt: skip
+
+
+SPELLED = {5e-5: "5e-5", 0.00015: "1.5e-4", -2e-7: "-2e-7", 0.001: "0.001", 0.5: "0.5", 0.0: "0", 3: "3", True: "true"}
+
+
+@needs_node
+def test_a_small_number_is_spelled_alike_in_tables_and_labels():
+    assert in_script({}, f"[{','.join(map(json.dumps, SPELLED))}].map(asText)") == [*SPELLED.values()]
+    assert [spelled(value) for value in SPELLED][:-1] == [*SPELLED.values()][:-1]
+    assert in_script({}, "[1e-7, 1.5e-7, 1.234e-7, 1e-10].map((value) => tell(value))") == [
+        "1e-7",
+        "1.5e-7",
+        "1.23e-7",
+        "1e-10",
+    ]
+
+
+def test_a_page_counts_the_jobs_that_have_not_begun(tmp_path):
+    """Three jobs were planned, and one has a folder."""
+    sweep = tmp_path / "sweep"
+    composed(sweep / "0", {"seed": 0})
+    (sweep / "jobs.json").write_text('[["seed=0"], ["seed=1"], ["seed=2"]]')
+    for folder in (sweep, tmp_path):
+        assert {"label": "jobs", "value": "2", "note": "have not begun"} in folder_data(folder, 10, None)["numbers"]
+    composed(sweep / "1", {"seed": 1})
+    composed(sweep / "2", {"seed": 2})
+    assert [one["label"] for one in folder_data(sweep, 10, None)["numbers"]] == ["arms", "runs"]
 
 
 def test_a_folder_holds_its_runs_their_comparisons_and_their_answers(tmp_path):

@@ -2,23 +2,29 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
+import hydra
 import pandas as pd
 import psutil
 import pytest
 from conftest import ROOT, compose_config
+from hydra.core.hydra_config import HydraConfig
 
+from grpo.config.composing import CONF
 from grpo.extras.network import child
 from grpo.extras.sweep.arms import check_arms
 from grpo.extras.sweep.jobs import Job
 from grpo.extras.sweep.sweep import Sweep, places, reported
 from grpo.system.errors import UserError
+from hydra_plugins.grpo import parsed, short
 from train import train
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -71,6 +77,26 @@ def test_jobs_run_side_by_side_and_one_that_fails_does_not_stop_the_rest(tmp_pat
     assert f"job 1 failed: code=3 jobs=2: error: it cannot be ({jobs[1].output})" in said
     assert said.endswith("2/3 done, 1 failed\n")
     assert jobs[0].output.read_text().startswith(f"$ PLACE=0 {sys.executable} -c")
+
+
+def test_a_bar_counts_the_jobs_that_are_left(tmp_path, monkeypatch):
+    bars = []
+
+    class Screen:
+        console = None
+
+        @contextmanager
+        def busy(self, words, total):
+            bars.append([words, total, 0])
+            yield lambda: bars[-1].__setitem__(2, bars[-1][2] + 1)
+
+    monkeypatch.setattr("grpo.system.output.console.SCREENS", [Screen()])
+    sweep = make(tmp_path)
+    for code in (0, 3):
+        add(sweep, code, 0)
+    add(sweep, 0, 1).status = "finished"
+    sweep.run()
+    assert bars == [["jobs of the sweep", 2, 2]]
 
 
 def test_a_second_call_runs_what_is_not_finished(tmp_path):
@@ -160,6 +186,14 @@ def test_how_far_a_sweep_is_is_told(tmp_path):
         Job(i, tmp_path, [], "", 4, status) for i, status in enumerate(("finished", "failed", "running", "waiting"))
     ]
     assert sweep.total() == "1/4 done, 1 failed, 1 running"
+    sweep.planned = 6  # a search chooses the others later
+    assert sweep.total() == "1/6 done, 1 failed, 1 running"
+
+
+def test_the_label_of_a_job_has_no_more_digits_than_people_read():
+    words = ["optim.optimizer.lr=0.00020554062603827", "rollout.group_size=4", "algo=dapo", "+x=0.5", "seed=123456"]
+    labels = ["optim.optimizer.lr=0.0002055", "rollout.group_size=4", "algo=dapo", "+x=0.5", "seed=123456"]
+    assert [short(override) for override in parsed(words).values()] == labels
 
 
 def test_a_sweep_that_is_refused_leaves_nothing_that_it_has_made(tmp_path):
@@ -231,6 +265,23 @@ def wait_for(condition, seconds: float = 400.0) -> None:
 
 
 # -- through train.py
+
+
+@pytest.mark.parametrize(
+    ("program", "place"), [("train", "sweep"), pytest.param("eval", "eval-sweep", marks=pytest.mark.slow)]
+)
+def test_a_sweep_has_a_folder_with_its_task_and_time(program, place, tmp_path, monkeypatch):
+    """One that names no folder itself."""
+    folders = []
+    monkeypatch.setattr(Sweep, "run", lambda sweep: folders.extend(job.folder for job in sweep.jobs))
+    monkeypatch.setattr("grpo.extras.sweep.sweep.SWEEPS", [])
+    monkeypatch.setattr("grpo.extras.sweep.arms.CHECKED", {})
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    monkeypatch.setattr("sys.argv", [f"{program}.py", "-m", "task=sums", "seed=3", "hydra/hydra_logging=none"])
+    monkeypatch.chdir(tmp_path)
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=program)(lambda config: None)()
+    (folder,) = folders
+    assert re.fullmatch(rf"outputs/sums/{place}/[\d-]{{10}}_[\d-]{{8}}/0", str(folder))
 
 
 def sweep_command(smoke, folder: Path, *overrides: str) -> list[str]:
@@ -320,6 +371,7 @@ def test_optuna_asks_our_launcher_and_bears_a_failure(smoke, tmp_path):
     jobs = json.loads((tmp_path / "jobs.json").read_text())
     bad = [number for number, job in enumerate(jobs) if "rollout.group_size=1" in job]
     assert len(jobs) == 3 and 0 < len(bad) < 3
+    assert "sweep of 3 jobs, 2 at a time" in first.stdout and "A new study created" not in first.stdout + first.stderr
     assert first.returncode == 1 and f"error: {len(bad)} of the sweep's 3 jobs failed: {bad[0]} " in first.stderr
     again = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert json.loads((tmp_path / "jobs.json").read_text()) == jobs
