@@ -26,8 +26,8 @@ from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
 from grpo.system.output.console import busy
 
-NEEDS = ("health",)  # warnings
-PROGRAMS = ("plots",)
+NEEDS = ("health", "curves")  # warnings; what more compute will give
+PROGRAMS = ("plots", "predict")
 SAMPLES = 2000
 
 
@@ -88,7 +88,9 @@ def dictionary(names: Iterable[str]) -> dict[str, Any]:
 
 def page(data: Mapping[str, Any]) -> str:
     """Return the HTML document. Its Content-Security-Policy allows only our script, by its hash, and no loading at all."""
-    js = "\n".join(part(name) for name in ("charts.js", "timeline.js", "samples.js", "folder.js", "page.js"))
+    js = "\n".join(
+        part(name) for name in ("charts.js", "timeline.js", "samples.js", "prediction.js", "folder.js", "page.js")
+    )
     css = part("page.css")
     content = plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"})
     return Template(part("page.html")).substitute(
