@@ -98,7 +98,8 @@ class Lessons(UpdatePart):
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other terms."""
         of, teaching, self.seconds = self.imitation, self.teaching, 0.0
         self.forget()
-        tokens, given = self.teacher.extended(tokens, batch, self.rollouts)
+        with self.timed():  # it may wait for answers
+            tokens, given = self.teacher.extended(tokens, batch, self.rollouts)
         group = tokens.sample // batch.scores.rewards.shape[1]
         tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device), group=group)
         self.seen = torch.full_like(tokens.rollout_logprobs, torch.nan)
