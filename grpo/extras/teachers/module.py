@@ -180,7 +180,7 @@ class Lessons(UpdatePart):
         if self.algorithm.by_source and minibatch.row is not None:  # else one that `assign` has not seen
             minibatch = replace(minibatch, weights=minibatch.weights * self.of_policy[minibatch.row])
         of, teaching = self.imitation, self.teaching
-        for name, active, reduce in (("imitation", of.active, "token"), ("teaching", teaching.coef, teaching.reduce)):
+        for name, active, reduce in (("imitation", of.active, of.reduce), ("teaching", teaching.coef, teaching.reduce)):
             if active:  # on every rank, since they count together; a rank without a row has no weights
                 weights = getattr(minibatch, name)
                 weights = torch.zeros_like(minibatch.weights) if weights is None else weights

@@ -10,6 +10,7 @@ import torch
 from conftest import REAL_DATA, ROOT, seed
 from helpers.demonstrated import TASK, batch, demonstrated, moved, sampled, taught
 from helpers.episodes import said
+from helpers.learning import fresh
 from helpers.programs import command
 from helpers.runs import rows, state, told
 from transformers import AutoTokenizer
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
+from grpo.env.tokens import Completion
 from grpo.env.types import Action, Reward, State, Step, Trajectory
 from grpo.extras.teachers.demonstrations import Beside, Demonstrations, Right, demonstration_of
 from grpo.extras.teachers.kinds import Teacher
@@ -165,6 +167,25 @@ def test_loss_and_gradient_of_sft(toy_model, parts):
         assert metrics["imitation/loss"] == pytest.approx(loss.item(), abs=1e-6)
         torch.testing.assert_close(got, gradient, atol=1e-6, rtol=0)
         assert "rollout/logprob_gap" not in metrics  # nobody sampled these tokens
+
+
+def test_a_mean_of_each_demonstration(toy, parts):
+    """Demonstrations of 2 and 4 tokens, cut into single rows: each has half of the loss; of all tokens they have 2/6 and 4/6."""
+
+    def cut(sample: Sample, n: int) -> Sample:
+        [turn] = sample.turns
+        return replace(sample, turns=(replace(turn, completion=Completion((40, 41, 42, 43)[:n], (-0.5,) * n, "stop")),))
+
+    def gradient(samples: list[Sample], **settings) -> torch.Tensor:
+        of = {"teacher": Teacher(), "policy_coef": 0.0, "max_tokens_per_microbatch": 1}
+        module = taught(policy, parts, imitation=Imitation(sampled=1.0, **settings), **of)
+        return moved(policy, module, batch([[sample] for sample in samples]))[0]
+
+    policy, pairs = fresh(toy), zip(sampled(parts, count=2, size=1), (2, 4), strict=True)
+    both = [cut(one, n) for [one], n in pairs]
+    short, long = (gradient([one]) for one in both)
+    torch.testing.assert_close(gradient(both), short / 3 + long * 2 / 3, atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient(both, reduce="sequence"), short / 2 + long / 2, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
