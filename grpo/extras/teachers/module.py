@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.extras.teachers.checks import CHECKS
+from grpo.extras.teachers.demonstrations import Beside, Demonstrations
 from grpo.extras.teachers.divergence import Distributions, Predicted, divergences
 from grpo.extras.teachers.kinds import Passes, Teacher
 from grpo.extras.teachers.observed import observed
@@ -50,6 +51,7 @@ class Lessons(UpdatePart):
         self.of_policy: Tensor | None = None  # [B, 1], see `factors`
         self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
         self.seconds = 0.0  # of the teacher, in this rollout
+        self.beside = Demonstrations()  # plays those of held-out rows, if `teacher` shows some beside the samples
 
     def attach(self, module: GRPOModule) -> None:
         self.module = module
@@ -237,12 +239,24 @@ class Lessons(UpdatePart):
         self.teacher.moved()
 
     def learned(self, batch: RolloutBatch) -> dict[str, float]:
-        """Return the seconds of the teacher; the table of samples gets the divergences."""
-        if not self.teaching.coef:
-            return {}
-        self.forget()
-        batch.tokens = replace(batch.tokens, divergence=self.seen)
-        return {"time/teacher": self.seconds}
+        """Return the seconds of the teacher, and the loss on held-out demonstrations if an evaluation follows; the samples' table
+        gets the divergences."""
+        metrics = {}
+        if self.shows:
+            metrics = self.shows.held_out(self.module, self.rollouts, batch.rollout + 1, self.imitation.reduce)
+        if self.teaching.coef:
+            self.forget()
+            batch.tokens = replace(batch.tokens, divergence=self.seen)
+            metrics["time/teacher"] = self.seconds
+        return metrics
+
+    @property
+    def shows(self) -> Demonstrations | None:
+        """What shows the policy demonstrations in place of samples or beside them, if anything does."""
+        chosen = getattr(self.rollouts, "selection", None)
+        return (
+            chosen if isinstance(chosen, Demonstrations) else self.beside if isinstance(self.teacher, Beside) else None
+        )
 
     # -- the preflight, and the forecast of memory
 

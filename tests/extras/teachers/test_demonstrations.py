@@ -20,6 +20,7 @@ from grpo.env.messages import Message
 from grpo.env.scoring import score_group
 from grpo.env.tokens import Completion
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.teachers.demonstrations import Beside, Demonstrations, Right, demonstration_of
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.teaching import Imitation
@@ -27,6 +28,7 @@ from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Limits, Sample
 from grpo.system.errors import UserError
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from tasks.calculator import Calculator
 from tasks.gsm8k import GSM8K
 from tasks.mixture import Mixture
@@ -218,6 +220,41 @@ def test_loss_and_gradient_are_those_of_trl(toy, toy_model, parts, tmp_path):
     torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=0)
 
 
+# -- held-out rows
+
+
+def test_the_loss_of_held_out_rows_by_a_plain_pass(toy_model, parts):
+    """The mean over all tokens, or of each row; rows without a demonstration, or with a long one, are left out."""
+    rows, teacher = [TASK.examples("test")[i] for i in range(3)], Teacher()
+    module = taught(toy_model, parts, teacher, imitation=Imitation(sampled=1.0), policy_coef=0.0)
+    by_hand, weights = [], []
+    for example in rows:
+        prompt = parts[1].prompt_ids(State(TASK.build(example).start().messages).messages)
+        answer = parts[1].answer_ids(demonstration_of(TASK, example)[0])
+        ids = torch.tensor([[*prompt, *answer]])
+        logprobs = toy_model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+        by_hand.append(-float(logprobs.detach().mean()))
+        weights.append(len(answer))
+    plan = SimpleNamespace(sampling=Sampling(max(weights)), limits=Limits(), num_rollouts=4)
+    rollouts = SimpleNamespace(task=TASK, plan=plan, renderer=parts[1], engine=parts[0], seed=0)
+    whole = sum(loss * n for loss, n in zip(by_hand, weights, strict=True)) / sum(weights)
+    show = Demonstrations()
+    assert show.loss(module, rollouts, rows) == pytest.approx(whole, abs=1e-5)
+    assert show.loss(module, rollouts, rows, "sequence") == pytest.approx(sum(by_hand) / 3, abs=1e-5)
+    rollouts.plan.sampling = Sampling(max(weights) - 1)
+    assert show.loss(module, rollouts, [rows[weights.index(max(weights))]]) is None
+
+    class Evaluated(EvaluationCallback):
+        def __init__(self, evaluator) -> None:
+            self.evaluator, self.examples = evaluator, {"test": rows, "train": []}
+
+    rollouts.plan.sampling = Sampling(max(weights))
+    module._trainer = SimpleNamespace(callbacks=[Evaluated(Evaluator(Sampling(9, temperature=0.0), every=2, limit=1))])
+    found = [show.held_out(module, rollouts, at, "token") for at in (1, 2, 4)]
+    expected = {"imitation/held_out": pytest.approx(by_hand[0], abs=1e-5)}
+    assert found == [{}, expected, expected]
+
+
 # -- beside the samples
 
 
@@ -324,6 +361,8 @@ def test_sft_on_the_demo_raises_accuracy_and_resumes_as_it_was(tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
     first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path / "whole") if "eval/accuracy" in row)
     assert last > first + 0.3
+    shown = [row for row in rows(tmp_path / "whole") if "imitation/held_out" in row]
+    assert len(shown) == 1 and 0.7 < shown[0]["imitation/held_out"] / shown[0]["imitation/loss"] < 1.5
 
 
 def test_right_and_whole_samples_are_imitated():
