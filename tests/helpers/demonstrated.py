@@ -56,6 +56,7 @@ def taught(policy, parts, teacher: Teacher | None = None, task=TASK, imitation: 
     """Return a module that learns from a rollout with plain gradient steps."""
 
     class WithoutTrainer(Lessons):
+        shows = None  # evaluations are a trainer's
         rollouts = SimpleNamespace(task=task, renderer=parts[1], plan=SimpleNamespace(sampling=Sampling(MOST)))
 
     chosen = {"advantage": as_given, "surrogate": clip, "max_tokens": MOST, "reduce": "token", "lr": 1.0}

@@ -19,13 +19,18 @@ from grpo.env.types import Example, State, Task
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.tools.conversations import chat_message, messages_of
 from grpo.objectives.batch import TokenBatch
+from grpo.objectives.loss import Reduce, token_weights
 from grpo.rollout.collate import collate
 from grpo.rollout.draw import Draw, Everything, Outer, Selection
 from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system.errors import UserError
+from grpo.system.seeds import EVALUATION, derive_seed
 from grpo.training.batch import RolloutBatch
+from grpo.training.callbacks.evaluation import EvaluationCallback
+from grpo.training.module import GRPOModule
+from grpo.training.trainer import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +104,7 @@ class Demonstrations(Outer):
         known: dict[int, Completion] = {}
         kept: dict[int, list[Completion]] = {}  # by the place of the example
         for p, example in enumerate(examples):
-            messages = demonstration_of(task, example)
-            said = [completion(renderer, message) for message in messages if message.role == "assistant"]
-            if said and all(len(one.ids) <= sampling.max_tokens for one in said):
+            if said := self.said(task, example, renderer, sampling.max_tokens):
                 kept[p], end = said, replace(said[-1], ids=said[-1].ids[-1:], logprobs=(0.0,))  # if it is asked on
                 turns = enumerate([*said, *[end] * limits.max_turns])
                 known |= {seed(p, s, turn): one for turn, one in turns for s in range(size)}
@@ -115,6 +118,38 @@ class Demonstrations(Outer):
         played = play(task, [examples[p] for p in kept], size, *settings, lambda p, *of: seed(places[p], *of), limits)
         groups = {p: [first(one, kept[p]) for one in group] for p, group in zip(kept, played, strict=True)}
         return [groups.get(p, []) for p in range(len(examples))]
+
+    def said(self, task: Task | None, example: Example, renderer: Renderer, most: int) -> list[Completion]:
+        """Return the messages of an example's demonstration; [] if there is none, or a message has more than `most` tokens."""
+        messages = demonstration_of(task, example)
+        said = [completion(renderer, message) for message in messages if message.role == "assistant"]
+        return said if all(len(one.ids) <= most for one in said) else []
+
+    def held_out(self, module: GRPOModule, rollouts: Rollouts, at: int, reduce: Reduce) -> dict[str, float]:
+        """Return the loss on the demonstrations of the rows that are evaluated after `at` rollouts, if an evaluation is due."""
+        for evaluation in callbacks_of(module.trainer.callbacks, EvaluationCallback):
+            evaluator = evaluation.evaluator
+            if evaluator.due(at, rollouts.plan.num_rollouts):
+                examples = evaluator.chosen(evaluation.examples[evaluator.split])
+                loss = self.loss(module, rollouts, examples, reduce)
+                return {} if loss is None else {"imitation/held_out": loss}
+        return {}
+
+    def loss(
+        self, module: GRPOModule, rollouts: Rollouts, examples: Sequence[Example], reduce: Reduce = "token"
+    ) -> float | None:
+        """Return the cross-entropy with the demonstrations of these examples; None if there are none. Every rank makes all
+        passes, since those of a sharded policy are made together."""
+        task, plan, renderer = rollouts.task, rollouts.plan, rollouts.renderer
+        sampling, most = plan.sampling, plan.sampling.max_tokens
+        examples = [example for example in examples if self.said(task, example, renderer, most)]
+        if not examples:
+            return None
+        seeds = partial(derive_seed, rollouts.seed, EVALUATION)
+        groups = self.play(task, examples, 1, rollouts.engine, renderer, sampling, seeds, plan.limits)
+        tokens = collate(groups).to(module.device)
+        logprobs, _ = module.logprobs_of(module.policy, tokens, torch.arange(len(tokens)))
+        return -float((token_weights(tokens.mask, reduce, most, tokens.sample) * logprobs).sum())
 
 
 def left_out(kept: int, count: int, most: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo.extras.teachers.teaching import kl
-from grpo.system.ranges import NonNegative, Range
+from grpo.system.ranges import NonNegative, Range, Share
 
 Inner = Annotated[float, Range(0, 1, above=True, below=True)]
 
@@ -33,6 +33,16 @@ def vopd(student: Tensor, teacher: Tensor, logprobs: Tensor, teacher_logprobs: T
     baseline = kl(student.detach(), teacher)
     A = (teacher_logprobs - logprobs).detach() + baseline
     return baseline - A * (logprobs - logprobs.detach())
+
+
+def discounted(teacher_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, gamma: Share = 0.9) -> Tensor:
+    """Return A, [B, C]: A_t = sum_{s>=t} gamma^(s-t) [log T(y_s) - log mu(y_s)] over the tokens of the mask; those of the
+    environment count as steps. The gradient of the whole row's KL(S || T) has gamma 1, that of each token's own has 0."""
+    A, k = (teacher_logprobs - rollout_logprobs) * mask, 1
+    while k < A.shape[1]:  # A has the next k tokens, then the next 2k
+        A = torch.cat([A[:, :-k] + gamma**k * A[:, k:], A[:, -k:]], dim=1)
+        k *= 2
+    return A * mask
 
 
 def topd(teacher_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, group: Tensor, alpha: Inner = 0.5) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.extras.teachers.checks import CHECKS
+from grpo.extras.teachers.demonstrations import Beside, Demonstrations
 from grpo.extras.teachers.divergence import Distributions, Predicted, divergences
 from grpo.extras.teachers.kinds import Passes, Teacher
 from grpo.extras.teachers.observed import observed
@@ -50,6 +51,7 @@ class Lessons(UpdatePart):
         self.of_policy: Tensor | None = None  # [B, 1], see `factors`
         self.seen: Tensor | None = None  # [B, C] the divergence of each token in the latest update; NaN: none
         self.seconds = 0.0  # of the teacher, in this rollout
+        self.beside = Demonstrations()  # plays those of held-out rows, if `teacher` shows some beside the samples
 
     def attach(self, module: GRPOModule) -> None:
         self.module = module
@@ -98,7 +100,8 @@ class Lessons(UpdatePart):
         """Return the rows of a rollout, and the demonstrations, with the weight of each token in the two other terms."""
         of, teaching, self.seconds = self.imitation, self.teaching, 0.0
         self.forget()
-        tokens, given = self.teacher.extended(tokens, batch, self.rollouts)
+        with self.timed():  # it may wait for answers
+            tokens, given = self.teacher.extended(tokens, batch, self.rollouts)
         group = tokens.sample // batch.scores.rewards.shape[1]
         tokens = replace(tokens, row=torch.arange(len(tokens), device=tokens.ids.device), group=group)
         self.seen = torch.full_like(tokens.rollout_logprobs, torch.nan)
@@ -179,7 +182,7 @@ class Lessons(UpdatePart):
         if self.algorithm.by_source and minibatch.row is not None:  # else one that `assign` has not seen
             minibatch = replace(minibatch, weights=minibatch.weights * self.of_policy[minibatch.row])
         of, teaching = self.imitation, self.teaching
-        for name, active, reduce in (("imitation", of.active, "token"), ("teaching", teaching.coef, teaching.reduce)):
+        for name, active, reduce in (("imitation", of.active, of.reduce), ("teaching", teaching.coef, teaching.reduce)):
             if active:  # on every rank, since they count together; a rank without a row has no weights
                 weights = getattr(minibatch, name)
                 weights = torch.zeros_like(minibatch.weights) if weights is None else weights
@@ -236,12 +239,24 @@ class Lessons(UpdatePart):
         self.teacher.moved()
 
     def learned(self, batch: RolloutBatch) -> dict[str, float]:
-        """Return the seconds of the teacher; the table of samples gets the divergences."""
-        if not self.teaching.coef:
-            return {}
-        self.forget()
-        batch.tokens = replace(batch.tokens, divergence=self.seen)
-        return {"time/teacher": self.seconds}
+        """Return the seconds of the teacher, and the loss on held-out demonstrations if an evaluation follows; the samples' table
+        gets the divergences."""
+        metrics = {}
+        if self.shows:
+            metrics = self.shows.held_out(self.module, self.rollouts, batch.rollout + 1, self.imitation.reduce)
+        if self.teaching.coef:
+            self.forget()
+            batch.tokens = replace(batch.tokens, divergence=self.seen)
+            metrics["time/teacher"] = self.seconds
+        return metrics
+
+    @property
+    def shows(self) -> Demonstrations | None:
+        """What shows the policy demonstrations in place of samples or beside them, if anything does."""
+        chosen = getattr(self.rollouts, "selection", None)
+        return (
+            chosen if isinstance(chosen, Demonstrations) else self.beside if isinstance(self.teacher, Beside) else None
+        )
 
     # -- the preflight, and the forecast of memory
 

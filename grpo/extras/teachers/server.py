@@ -4,16 +4,20 @@ A request has one row of token ids. vLLM scores prompts at temperature 1; grpo.s
 share the rows as those of an engine share prompts (`extras/vllm_server/pool.py`): one that fails is left out until it is back.
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from grpo.engines.logprobs import is_logprob
 from grpo.extras.network.answers import addresses
+from grpo.extras.teachers.early import Early, Entries, Key
 from grpo.extras.teachers.kinds import REMEDY, Passes, Teacher
 from grpo.extras.teachers.teaching import Teaching
 from grpo.extras.vllm_server.http import MODELS, Lost, Refused, RemoteServer
@@ -21,14 +25,17 @@ from grpo.extras.vllm_server.pool import ServerPool
 from grpo.extras.vllm_server.routing import Routes
 from grpo.models.pretrained import Pretrained
 from grpo.objectives.batch import TokenBatch
+from grpo.rollout.rollouts import Rollouts
 from grpo.system.errors import UserError
 from grpo.system.memory import sent
 from grpo.system.ranges import Count, Seconds, enforced
 from grpo.system.threads import outcome_of
+from grpo.training.batch import RolloutBatch
 
 SCORES = "/v1/completions"
 IMPOSSIBLE = -9999.0  # what vLLM writes for the log-probability of a token whose probability is 0
 PROBED = 256  # ids whose texts are compared
+POLL = 0.02  # seconds between two looks whether a server has a free slot
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Scorers(ServerPool):
     top: int = 0
     width: int = 0
     names: dict[RemoteServer, str] = field(default_factory=dict)
+    turn: int = 0  # requests of `at_once`
 
     async def examine(self, server: RemoteServer) -> None:
         """Learn the name and the context of the server's model, and check its temperature, its tokens and how many entries it
@@ -150,19 +158,65 @@ class Scorers(ServerPool):
             except Lost as lost:
                 raise UserError(f"a teacher does not score a row of {len(ids)} tokens: {lost}") from lost
 
-    async def scores(self, read: TokenBatch, top: int) -> list[Row]:
-        """Return what the servers say of each token of the mask, row by row."""
-        rows = [(mask.nonzero()[:, 0].tolist(), *row) for mask, row in zip(read.mask, read.sequences(), strict=True)]
-        rows = [([len(prompt) + t for t in places], [*prompt, *ids]) for places, prompt, ids in rows if places]
+    async def scores(self, read: TokenBatch, top: int, known: dict[Key, Entries]) -> Entries:
+        """Return the entries of each token of the mask, row by row. known: answers by the tokens up to the end of a completion;
+        those are added that had to be asked for, one request for a row."""
+        rows = [(ids, spans) for ids, spans in map(spans_of, read.mask.tolist(), read.sequences()) if spans]
+        missing = [(ids, spans) for ids, spans in rows if any(span_of(known, ids, span) is None for span in spans)]
 
-        async def ask(server: RemoteServer, _: str | None, r: int) -> list[Row]:
-            places, ids = rows[r]
+        async def ask(server: RemoteServer, _: str | None, r: int) -> list[Entries]:
+            ids, spans = missing[r]
             answer = await self.asked(server, ids, top)
             with server.reading(SCORES, answer):
-                return self.rows(answer, ids, places, top)
+                return [self.entries(answer, ids, span, top) for span in spans]
 
-        of_rows = await self.share(Routes([ids for _, ids in rows], {}), ask) if rows else []
-        return [token for row in of_rows for token in row]
+        of_rows = await self.share(Routes([ids for ids, _ in missing], {}), ask) if missing else []
+        for (ids, spans), found in zip(missing, of_rows, strict=True):
+            known.update({ids[: span.stop]: entries for span, entries in zip(spans, found, strict=True)})
+        pieces = [known[ids[: span.stop]] for ids, spans in rows for span in spans]
+        pieces = pieces or [(np.zeros((0, top + 1), np.int64), np.zeros((0, top + 1), np.float32))]
+        return tuple(map(np.concatenate, zip(*pieces, strict=True)))
+
+    def entries(self, answer: list, ids: Sequence[int], span: range, top: int) -> Entries:
+        """Return what an answer says of a span of tokens; an entry that is not there is V, with -1e4. Raises as `rows`."""
+        rows = self.rows(answer, ids, span, top)
+        rows = [row if top else {i: row[i]} for row, i in zip(rows, ids[span.start : span.stop], strict=True)]
+        most = top + 1  # the token itself may not be among the likeliest
+        likely = [sorted(row.items(), key=lambda entry: -entry[1])[:most] for row in rows]
+        found = np.array([[*row, *[(self.width, -1e4)] * (most - len(row))] for row in likely], np.float64)  # [n, k, 2]
+        return found[..., 0].astype(np.int64).clip(max=self.width), found[..., 1].astype(np.float32)
+
+    async def at_once(self, ids: Key, count: int) -> Entries | None:
+        """Return the entries of the last `count` tokens, by one request to one of the servers; None if it fails, so that they are
+        asked for with the rollout, where failures are dealt with."""
+        there = [server for server in self.servers if server.fault is None]
+        if not there:
+            return None
+        self.turn += 1
+        server = there[self.turn % len(there)]
+        while not server.slots.acquire(blocking=False):
+            await asyncio.sleep(POLL)
+        try:
+            answer = await self.asked(server, ids, self.top)
+            with server.reading(SCORES, answer):
+                return self.entries(answer, ids, range(len(ids) - count, len(ids)), self.top)
+        except (Lost, UserError):
+            return None
+        finally:
+            server.slots.release()
+
+
+def spans_of(mask: Sequence[bool], sequence: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Key, list[range]]:
+    """Return the ids of a row, and where its masked tokens are in them, completion by completion."""
+    (prompt, ids), n = sequence, len(sequence[0])
+    runs = [[*places] for seen, places in groupby(range(len(ids)), mask.__getitem__) if seen]
+    return (*prompt, *ids), [range(n + run[0], n + run[-1] + 1) for run in runs]
+
+
+def span_of(known: dict[Key, Entries], ids: Key, span: range) -> Entries | None:
+    """Return the answer about a span of a row, if there is one of as many tokens."""
+    found = known.get(ids[: span.stop])
+    return found if found is not None and len(found[0]) == len(span) else None
 
 
 def is_number(value: Any) -> bool:
@@ -175,7 +229,7 @@ class Served(Teacher):
 
     urls: their addresses; all serve the same model. student: the policy. timeout: seconds for one answer. concurrency: requests
     to one server at a time. wait: seconds without a working server after which the run ends. key_from: the variable of the
-    environment that has the servers' key.
+    environment that has the servers' key. early: whether a completion is scored as soon as it ends, from the second rollout on.
     """
 
     has_model = True
@@ -189,6 +243,7 @@ class Served(Teacher):
         concurrency: Count = 16,
         wait: Seconds = 60.0,
         key_from: str = "VLLM_API_KEY",
+        early: bool = True,
     ) -> None:
         if student.vision:
             raise UserError("teacher=server reads text only, and model.vision lets the policy see: take teacher=model")
@@ -196,6 +251,8 @@ class Served(Teacher):
         urls, known = addresses(urls, "teacher.urls"), {"key_from": key_from, "alive": MODELS}
         servers = [RemoteServer(url, timeout, advice, **known) for url in urls]
         self.pool = Scorers(servers=servers, wait=wait, concurrency=concurrency, student=student)
+        self.early = Early(self.pool.at_once) if early else None
+        self.known: dict[Key, Entries] = {}  # answers about the completions of this rollout
 
     def check(self, teaching: Teaching, temperature: float) -> None:
         super().check(teaching, temperature)
@@ -219,19 +276,29 @@ class Served(Teacher):
         """The smallest context among the servers."""
         return self.pool.context
 
-    def logprobs(self, read: TokenBatch, passes: Passes) -> Tensor:
+    def extended(self, tokens: TokenBatch, batch: RolloutBatch, rollouts: Rollouts) -> tuple[TokenBatch, Tensor | None]:
+        if self.early and rollouts is not None:
+            if self.early.loop is None:
+                rollouts.play = self.early.around(rollouts.play)
+            turns = (turn.ids for group in batch.groups for sample in group for turn in sample.turns)
+            self.known = self.early.claim(turns, rollouts.plan.most_stale)
+        return tokens, None
+
+    def entries(self, read: TokenBatch, top: int, known: dict[Key, Entries]) -> tuple[Tensor, Tensor]:
+        """Return the ids and the log-probabilities of n tokens' entries, [n, k] each. known: see `Scorers.scores`."""
         self.check_lengths(read)
-        targets = read.ids[:, read.prompt_width :][read.mask].tolist()
-        rows = outcome_of(self.pool.scores(read, 0))
-        values = [row[target] for row, target in zip(rows, targets, strict=True)]
-        nothing = torch.zeros_like(read.rollout_logprobs)
-        return nothing.masked_scatter(read.mask, nothing.new_tensor(values))
+        ids, values = map(torch.from_numpy, outcome_of(self.pool.scores(read, top, known)))
+        return ids.to(read.ids.device), values.to(read.ids.device)
+
+    def logprobs(self, read: TokenBatch, passes: Passes) -> Tensor:
+        nothing, known = torch.zeros_like(read.rollout_logprobs), {} if self.pool.top else {**self.known}
+        return nothing.masked_scatter(read.mask, self.entries(read, 0, known)[1].to(nothing.dtype))
+
+    def prepare(self, read: TokenBatch, passes: Passes) -> None:
+        self.entries(read, passes.top_k or 0, self.known)
+
+    def forget(self) -> None:
+        self.known = {}
 
     def distributions(self, read: TokenBatch, passes: Passes) -> Likeliest:
-        self.check_lengths(read)
-        rows = outcome_of(self.pool.scores(read, passes.top_k or 0))
-        tokens = [sorted(row.items()) for row in rows]
-        widest = max(map(len, tokens), default=1)
-        tokens = [[*token, *[(self.pool.width, -1e4)] * (widest - len(token))] for token in tokens]
-        ids, values = torch.tensor(tokens, device=read.ids.device).view(-1, widest, 2).unbind(-1)
-        return Likeliest(ids.long().clamp(max=self.pool.width), values, self.pool.width)
+        return Likeliest(*self.entries(read, passes.top_k or 0, {**self.known}), self.pool.width)

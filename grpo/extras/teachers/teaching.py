@@ -32,14 +32,19 @@ class Imitation:
     """Weights of the cross-entropy with a token, by who wrote it.
 
     sampled: whoever played the rollout: the policy, a teacher, the data. observed: the environment, after the policy's first
-    token (ECHO, arXiv 2605.24517). given: the demonstration of the example, beside the samples (teacher=rows).
+    token (ECHO, arXiv 2605.24517). given: the demonstration of the example, beside the samples (teacher=rows). reduce: as in
+    `token_weights`: "sequence" is the mean of each demonstration, so that a long one counts as much as a short one.
     """
 
     sampled: NonNegative = 0.0
     observed: NonNegative = 0.0
     given: NonNegative = 0.0
+    reduce: Reduce = "token"
 
     needs_old = False
+
+    def __post_init__(self) -> None:
+        vars(self).update(reduce=function_of("imitation.reduce", self.reduce, Reduce))
 
     @property
     def active(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from conftest import REAL_DATA, ROOT, seed
 from helpers.demonstrated import TASK, batch, demonstrated, moved, sampled, taught
 from helpers.episodes import said
+from helpers.learning import fresh
 from helpers.programs import command
 from helpers.runs import rows, state, told
 from transformers import AutoTokenizer
@@ -17,7 +18,9 @@ from transformers import AutoTokenizer
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
+from grpo.env.tokens import Completion
 from grpo.env.types import Action, Reward, State, Step, Trajectory
+from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.teachers.demonstrations import Beside, Demonstrations, Right, demonstration_of
 from grpo.extras.teachers.kinds import Teacher
 from grpo.extras.teachers.teaching import Imitation
@@ -25,6 +28,7 @@ from grpo.extras.tools.renderer import TokenizerRenderer
 from grpo.rollout.collate import collate
 from grpo.rollout.types import Limits, Sample
 from grpo.system.errors import UserError
+from grpo.training.callbacks.evaluation import EvaluationCallback
 from tasks.calculator import Calculator
 from tasks.gsm8k import GSM8K
 from tasks.mixture import Mixture
@@ -167,6 +171,25 @@ def test_loss_and_gradient_of_sft(toy_model, parts):
         assert "rollout/logprob_gap" not in metrics  # nobody sampled these tokens
 
 
+def test_a_mean_of_each_demonstration(toy, parts):
+    """Demonstrations of 2 and 4 tokens, cut into single rows: each has half of the loss; of all tokens they have 2/6 and 4/6."""
+
+    def cut(sample: Sample, n: int) -> Sample:
+        [turn] = sample.turns
+        return replace(sample, turns=(replace(turn, completion=Completion((40, 41, 42, 43)[:n], (-0.5,) * n, "stop")),))
+
+    def gradient(samples: list[Sample], **settings) -> torch.Tensor:
+        of = {"teacher": Teacher(), "policy_coef": 0.0, "max_tokens_per_microbatch": 1}
+        module = taught(policy, parts, imitation=Imitation(sampled=1.0, **settings), **of)
+        return moved(policy, module, batch([[sample] for sample in samples]))[0]
+
+    policy, pairs = fresh(toy), zip(sampled(parts, count=2, size=1), (2, 4), strict=True)
+    both = [cut(one, n) for [one], n in pairs]
+    short, long = (gradient([one]) for one in both)
+    torch.testing.assert_close(gradient(both), short / 3 + long * 2 / 3, atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient(both, reduce="sequence"), short / 2 + long / 2, atol=1e-6, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="no trl")
 def test_loss_and_gradient_are_those_of_trl(toy, toy_model, parts, tmp_path):
@@ -195,6 +218,41 @@ def test_loss_and_gradient_are_those_of_trl(toy, toy_model, parts, tmp_path):
     ours, metrics = moved(toy_model, module, batch(groups))
     assert metrics["imitation/loss"] == pytest.approx(theirs.item(), abs=1e-6)
     torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=0)
+
+
+# -- held-out rows
+
+
+def test_the_loss_of_held_out_rows_by_a_plain_pass(toy_model, parts):
+    """The mean over all tokens, or of each row; rows without a demonstration, or with a long one, are left out."""
+    rows, teacher = [TASK.examples("test")[i] for i in range(3)], Teacher()
+    module = taught(toy_model, parts, teacher, imitation=Imitation(sampled=1.0), policy_coef=0.0)
+    by_hand, weights = [], []
+    for example in rows:
+        prompt = parts[1].prompt_ids(State(TASK.build(example).start().messages).messages)
+        answer = parts[1].answer_ids(demonstration_of(TASK, example)[0])
+        ids = torch.tensor([[*prompt, *answer]])
+        logprobs = toy_model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+        by_hand.append(-float(logprobs.detach().mean()))
+        weights.append(len(answer))
+    plan = SimpleNamespace(sampling=Sampling(max(weights)), limits=Limits(), num_rollouts=4)
+    rollouts = SimpleNamespace(task=TASK, plan=plan, renderer=parts[1], engine=parts[0], seed=0)
+    whole = sum(loss * n for loss, n in zip(by_hand, weights, strict=True)) / sum(weights)
+    show = Demonstrations()
+    assert show.loss(module, rollouts, rows) == pytest.approx(whole, abs=1e-5)
+    assert show.loss(module, rollouts, rows, "sequence") == pytest.approx(sum(by_hand) / 3, abs=1e-5)
+    rollouts.plan.sampling = Sampling(max(weights) - 1)
+    assert show.loss(module, rollouts, [rows[weights.index(max(weights))]]) is None
+
+    class Evaluated(EvaluationCallback):
+        def __init__(self, evaluator) -> None:
+            self.evaluator, self.examples = evaluator, {"test": rows, "train": []}
+
+    rollouts.plan.sampling = Sampling(max(weights))
+    module._trainer = SimpleNamespace(callbacks=[Evaluated(Evaluator(Sampling(9, temperature=0.0), every=2, limit=1))])
+    found = [show.held_out(module, rollouts, at, "token") for at in (1, 2, 4)]
+    expected = {"imitation/held_out": pytest.approx(by_hand[0], abs=1e-5)}
+    assert found == [{}, expected, expected]
 
 
 # -- beside the samples
@@ -303,6 +361,8 @@ def test_sft_on_the_demo_raises_accuracy_and_resumes_as_it_was(tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
     first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path / "whole") if "eval/accuracy" in row)
     assert last > first + 0.3
+    shown = [row for row in rows(tmp_path / "whole") if "imitation/held_out" in row]
+    assert len(shown) == 1 and 0.7 < shown[0]["imitation/held_out"] / shown[0]["imitation/loss"] < 1.5
 
 
 def test_right_and_whole_samples_are_imitated():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import preset
 
-from grpo.extras.teachers.distillation import iw_opd, topd, vopd
+from grpo.extras.teachers.distillation import discounted, iw_opd, topd, vopd
 from grpo.extras.teachers.server import Likeliest
 from grpo.extras.teachers.teaching import Imitation, Teaching, coarse, forward, jsd, reverse, sampled
 from grpo.objectives.trial import random_batch
@@ -173,6 +173,21 @@ def test_vopd_knows_its_token_among_a_few_entries():
     assert torch.autograd.grad(values.sum(), student)[0][0].tolist() == pytest.approx([0, 0, -A], abs=1e-6)
 
 
+def test_a_discounted_advantage_has_the_later_tokens():
+    """Gaps 1, -1, (4 of the environment), 2 with gamma 1/2: 2, then -1 + 2/4, then 1 - 1/2 + 2/8."""
+    gap = torch.tensor([[1.0, -1.0, 4.0, 2.0, 9.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
+    found = discounted(gap - 3, torch.full((2, 5), -3.0), mask, gamma=0.5)
+    assert found.tolist() == [[0.75, -0.5, 0, 2, 0], [1.9375, 1.875, 1.75, 1.5, 1]]
+    torch.testing.assert_close(discounted(gap - 3, torch.full((2, 5), -3.0), mask, gamma=0.0), gap * mask)
+    rest = discounted(gap - 3, torch.full((2, 5), -3.0), mask, gamma=1.0)
+    torch.testing.assert_close(rest, (gap * mask).flip(1).cumsum(1).flip(1) * mask)
+    long = torch.randn(2, 100, generator=torch.Generator().manual_seed(0)).double()
+    by_hand = [sum(0.9 ** (s - t) * long[:, s] for s in range(t, 100)) for t in range(100)]
+    every = torch.ones(2, 100).bool()
+    torch.testing.assert_close(discounted(long, torch.zeros_like(long), every), torch.stack(by_hand, 1))
+
+
 def test_topd_by_hand():
     """T / S is 3/2 and 1/2: rewards ln 1.25 and ln .75. Returns: own and the mean of later ones; z-scores in each group."""
     gain = torch.tensor([[1.5, 0.5, 0.5], [0.5, 1.0, 7.0], [1.5, 1.5, 1.5]]).log()
@@ -212,6 +227,7 @@ def test_a_choice_of_a_teacher_makes_the_terms_of_the_loss():
 def test_presets_have_their_constants():
     for name, function, settings in (
         ("iw_opd", iw_opd, {"gamma": 0.5}), ("vopd", vopd, {}), ("topd", topd, {"alpha": 0.5}),
+        ("opd_discounted", discounted, {"gamma": 0.9}),
     ):  # fmt: skip
         algorithm = preset(f"algo={name}")
         assert (algorithm.teacher.divergence.func, algorithm.teacher.divergence.keywords) == (function, settings)
