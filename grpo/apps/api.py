@@ -79,6 +79,8 @@ def train(
     quiet()
     chosen = {"model": model, "task": task, "rewards": rewards, "algo": algo}
     values = {key: value for key, value in chosen.items() if value is not None} | settings
+    if isinstance(model, Run):
+        raise UserError('a run is no model: name its model, with **{"model.path": run.folder / "checkpoints/best"}')
     if isinstance(rewards, Mapping) and "_target_" not in rewards:
         values = {**values, "rewards": [*rewards], "task.weights": [*rewards.values()]} | settings
     if rewards is not None and task is not None and not is_plain(task):

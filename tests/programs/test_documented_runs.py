@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import compose_config
+from conftest import ROOT, compose_config
 from helpers.documents import PAGES, commands, composable
 
 from grpo.runs.run import Run
@@ -31,6 +31,7 @@ OTHER = [  # words of a command, and what takes their place
     (r"^model.path=FOLDER$", "model.path={toy} max_tokens=8"),
     (r"^(experiment=qwen.*)", r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu"),
     (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
+    (r"^teacher.model.path=FOLDER$", f"teacher.model.path={ROOT}/grpo/extras/demo/demo_models/wordmath"),
     (r"^task.path=FOLDER$", "task.path={rows}"),
     (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),
     (r"^task.path=\w+.jsonl$", "task.path={rows}/rows.jsonl"),
