@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # `import grpo` needs no torch
 
 load_run = Run
 SHORT = {"rewards": "task.rewards", "optimizer": "optim.optimizer", "schedule": "optim.schedule"}
-PLACEHOLDER = {"model": "path", "task": "jsonl"}  # the option to choose where an object takes the place of a group's
+# by the key of an object: the group and the option to choose beside it
+PLACEHOLDER = {"model": "model=path", "task": "task=jsonl", "sampler.weight": "sampler=weighted"}
 ACTS = ("model.kernels",)  # beside a model that is an object; if its tokenizer is none, also these
 READS = ("model.chat_template", "model.revision", "model.trust_remote_code")
 
@@ -69,7 +70,7 @@ def train(
         run = grpo.train("tiny", rewards=[f], algo="dr_grpo", rollout={"num_rollouts": 20}, **{"algo/kl": "loss"})
 
     model: an option, a folder, a hub id, or a transformers model; `tokenizer` belongs to the latter. task: an option or a Task.
-    rewards: names or functions, one or a list, with `task.weights`. dataset: rows with a column
+    rewards: names or functions, one, a list, or a dictionary with the weight of each. dataset: rows with a column
     `prompt`, and maybe pictures in `image` or `images`, as dictionaries or a datasets.Dataset, or such rows for each split; the
     run's folder keeps them. callbacks: options
     of the group, or callbacks besides the default ones. output_dir: the run's folder. settings: other keys; `optimizer` and
@@ -78,6 +79,10 @@ def train(
     quiet()
     chosen = {"model": model, "task": task, "rewards": rewards, "algo": algo}
     values = {key: value for key, value in chosen.items() if value is not None} | settings
+    if isinstance(model, Run):
+        raise UserError('a run is no model: name its model, with **{"model.path": run.folder / "checkpoints/best"}')
+    if isinstance(rewards, Mapping) and "_target_" not in rewards:
+        values = {**values, "rewards": [*rewards], "task.weights": [*rewards.values()]} | settings
     if rewards is not None and task is not None and not is_plain(task):
         raise UserError("rewards=... belongs to a task by its name; a task that is an object has its own score")
     folder = Path(output_dir or timed_folder("python"))
@@ -149,7 +154,9 @@ def split(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         if not is_plain(value):
             objects[key] = value
             if key in PLACEHOLDER:
-                words.append(f"{key}={PLACEHOLDER[key]}")
+                words.insert(0, PLACEHOLDER[key])  # an option that is given comes later
+        elif key == "optim.optimizer" and isinstance(value, str):
+            words.append(f"optim={value}")
         elif key == "model" and str(value) not in options("model"):
             words += ["model=path", f"model.path={literal(value)}"]
         elif (CONF / key).is_dir() and value is not None:

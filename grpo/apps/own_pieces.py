@@ -23,6 +23,7 @@ from grpo.system.output.users_code import code_name, is_own, of_user
 
 SAMPLER = "draw(rollout, count, first), progress(rollouts), and observe([(example, rewards), ...]) if it is there"
 PLAY = ("task", "examples", "group_size", "engine", "renderer", "sampling", "seed", "limits")
+NEVER = ("on_validation", "on_test", "on_predict", "on_sanity")  # hooks of loops that a run does not have
 ENGINE = {"load_weights": ("model", "version"), "sample": ("prompts", "sampling", "seeds"), "close": ()}
 
 
@@ -106,6 +107,9 @@ def check_own(play: Any, engine: Any, callbacks: Sequence[Any], base: type) -> N
     for callback in filter(is_own, callbacks):
         for hook in [name for name in dir(base) if name.startswith("on_")]:
             if getattr(type(callback), hook, None) is not getattr(base, hook):
+                if hook.startswith(NEVER):
+                    line = f"callbacks ({code_name(callback)}): a run never calls {hook}"
+                    raise UserError(f"{line}: take on_train_batch_end, where batch.evaluations has what was evaluated")
                 wanted = base.__dict__[hook].__code__.co_varnames[1 : base.__dict__[hook].__code__.co_argcount]
                 given = len(wanted) - len(base.__dict__[hook].__defaults__ or ())
                 check_call("callbacks", callback, hook, wanted[:given])

@@ -231,6 +231,8 @@ def dataset_faults(dataset: Any) -> Iterator[str]:
 def model_faults(model: DictConfig | None, key: str) -> Iterator[str]:
     """Yield a line if the model is no folder of this machine and cannot come from the hub. key: that of the model."""
     path = model.path if model is not None and model._target_ == "grpo.models.pretrained.Pretrained" else None
+    if isinstance(path, str) and Path(path, "checkpoints", "best").is_dir() and not Path(path, "config.json").exists():
+        yield f"{key}.path={path} is a run: give its policy, {key}.path={Path(path, 'checkpoints', 'best')}"
     if not isinstance(path, str) or Path(path).exists():
         return
     line = f"{key}.path={path} is neither a local folder nor a model that the hub gives"

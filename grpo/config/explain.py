@@ -21,6 +21,8 @@ RENAMED = {
     "loader": "sampler",
     "algo.sampling_rounds": "selection=dynamic selection.rounds",
     "algo.sampling_filter": "selection=dynamic selection.by",
+    "lr": "optim.optimizer.lr",
+    "weights": "task.weights",
     "optim.schedule.num_cycles": "optim.schedule.scheduler_specific_kwargs={num_cycles: 2}",
 }
 OWN_REWARD = (
@@ -115,13 +117,15 @@ def no_key(key: str, keys: Sequence[str], *headers: str) -> str:
     if key in ("task.rewards", "task.weights"):
         return OWN_REWARD
     parent, _, last = key.rpartition(".")
-    near = RENAMED.get(key.removesuffix("._target_"))
+    near = RENAMED.get(key.removesuffix("._target_")) or RENAMED.get(key.partition(".")[0])
     is_ours = any(name.rpartition(".")[2] == last for name in keys)
     if near is None and not is_ours and (elsewhere := known_elsewhere(key, *headers)):
         return f"there is no key {key!r}; {elsewhere}"
     below = [name.removeprefix(f"{parent}.") for name in keys if name.rpartition(".")[0] == parent]
     listed = ", ".join(name for name in below if not name.startswith("_"))
-    if near := near or nearest(key, keys):
+    if parent in keys and not below:
+        hint = f"{parent} is one value, as {parent}={{{last}: ...}} where it takes a dictionary"
+    elif near := near or nearest(key, keys):
         hint = f"did you mean {near}?"
     else:
         hint = f"{parent} has {listed}" if parent and listed else "--help all lists them"

@@ -8,8 +8,8 @@ from grpo.system.errors import UserError
 from grpo.system.ranges import Range, Whole, require
 
 NOT_APART = (  # after rollout.ahead=N
-    "needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server; the built-in one and vllm_shared "
-    "sample from the weights that the update changes"
+    "needs an engine with its own copy of the weights: set engine=vllm or engine=vllm_server, or without vLLM "
+    "engine=transformers_copy; the built-in one and vllm_shared sample from the weights that the update changes"
 )
 
 GUIDES = ("regex", "json", "grammar", "choice")

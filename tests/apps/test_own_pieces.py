@@ -155,6 +155,11 @@ class Late(L.Callback):
         pass
 
 
+class Unheard(L.Callback):
+    def on_validation_end(self, trainer, module):
+        pass
+
+
 class Fine(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         pass
@@ -176,6 +181,7 @@ def test_a_player_an_engine_and_a_callback_are_called_as_the_run_calls_them():
             (None, None, [Fine(), Late()]),
             "on_train_batch_end must take (trainer, pl_module, outputs, batch, batch_idx)",
         ),
+        ((None, None, [Unheard()]), "a run never calls on_validation_end: take on_train_batch_end"),
     ]:
         with pytest.raises(UserError, match=r"test_own_pieces\.py:\d+") as refusal:
             check_own(*pieces, L.Callback)

@@ -11,6 +11,8 @@ import pytest
 from bad_inputs import side_by_side  # benchmarks/bad_inputs.py
 from helpers import composing
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from grpo.config import hydra_speed
@@ -158,3 +160,15 @@ def test_without_the_private_names_hydra_composes_alone(monkeypatch):
     gone = dict.fromkeys(["omegaconf._utils:gone", "hydra._internal.gone:Loader.load"], hydra_speed.once)
     monkeypatch.setattr(hydra_speed, "REPLACED", gone)
     hydra_speed.hasten()
+
+
+def test_letters_of_every_language_need_no_quotes():
+    """In values, keys, lists, dictionaries and sweeps; quotes change nothing, and what is no letter of Hydra's is one of a text."""
+    words = "task.path=Übungen/größe.csv +task.größe=5€ +a=[nän,'ß',e\u0301] +b={größe:1,kürze:{ß:日本}} +c=\"ä\""
+    config = composed("train", ["task=jsonl", *words.split(" ")])
+    assert (config.task.path, config.task["größe"], config.c) == ("Übungen/größe.csv", "5€", "ä")
+    assert config.a == ["nän", "ß", "e\u0301"] and config.b == {"größe": 1, "kürze": {"ß": "日本"}}
+    (sweep,) = OverridesParser.create().parse_overrides(["task.path=ä.csv,ö.csv"])
+    assert [*sweep.sweep_string_iterator()] == ["ä.csv", "ö.csv"]
+    with pytest.raises(OverrideParseException):
+        composed("train", ["task=jsonl", "task.path=Größe (1).csv"])  # spaces and parentheses do

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import compose_config
+from conftest import ROOT, compose_config
 from helpers.documents import PAGES, commands, composable
 
 from grpo.runs.run import Run
@@ -31,9 +31,11 @@ OTHER = [  # words of a command, and what takes their place
     (r"^model.path=FOLDER$", "model.path={toy} max_tokens=8"),
     (r"^(experiment=qwen.*)", r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu"),
     (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
+    (r"^teacher.model.path=FOLDER$", f"teacher.model.path={ROOT}/grpo/extras/demo/demo_models/wordmath"),
     (r"^task.path=FOLDER$", "task.path={rows}"),
     (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),
     (r"^task.path=\w+.jsonl$", "task.path={rows}/rows.jsonl"),
+    (r"^task.path=(Übungen/größe.csv)$", r"task.path={rows}/\1"),
     (
         r"^(logger|report|resume|hydra.run.dir|preflight|max_tokens|prompt_limit.max_tokens|rollout.prompts|rollout.epochs)\b.*",
         "",
@@ -98,6 +100,9 @@ def test_a_documented_run_passes_its_preflight(name, toy, tmp_path, monkeypatch)
     for file, first in (("train.jsonl", 0), ("test.jsonl", 60), ("validation.jsonl", 80), ("rows.jsonl", 0)):
         numbers = range(first, first + 60 - first // 2)
         (rows / file).write_text("".join(json.dumps(row(i, file)) + "\n" for i in numbers))
+    (rows / "Übungen").mkdir()
+    table = ["Frage;Lösung;Größe", *(f"{row(i, 'rows.jsonl')['prompt']};{i + 3};{i}" for i in range(60))]
+    (rows / "Übungen" / "größe.csv").write_text("\n".join(table), encoding="utf-8-sig")
     (rows / "mine.py").write_text(MINE)
     (rows / "game.py").write_text(GAME)
     words = small(composable(RUNS[name]), toy, rows)

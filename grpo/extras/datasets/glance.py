@@ -14,6 +14,14 @@ def not_blank(record: list[str]) -> bool:
     return len(record) > 1 or "".join(record).strip() != ""
 
 
+def separator(file: Path) -> str:
+    """Return what is between the columns of a CSV file: a semicolon, as spreadsheets write it in many languages, if the first
+    line has one and no comma, else a comma."""
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        first = next(filter(str.strip, lines), "")
+    return ";" if ";" in first and "," not in first else ","
+
+
 def columns_in(file: Path) -> tuple[list[str], Callable[[str], bool]]:
     """Return the columns of the first row, and a function that tells whether any row may have a column of this name.
 
@@ -26,7 +34,7 @@ def columns_in(file: Path) -> tuple[list[str], Callable[[str], bool]]:
         return names, names.__contains__
     if file.suffix == ".csv":
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            names = next(filter(not_blank, csv.reader(lines)), [])
+            names = next(filter(not_blank, csv.reader(lines, delimiter=separator(file))), [])
         return names, names.__contains__
     rows = whole_file(file) if file.suffix == ".json" else None
     first = rows[0] if rows else next(row for _, row in lines_of(file))

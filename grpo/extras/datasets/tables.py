@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.extras.datasets.glance import not_blank
+from grpo.extras.datasets.glance import not_blank, separator
 from grpo.extras.datasets.json_files import lines_of, value_of, whole_file
 from grpo.extras.datasets.pictures import unread
 from grpo.system.errors import UserError
@@ -172,13 +172,14 @@ def csv_rows(file: Path, streaming: bool, numbers: Sequence[str] = ()) -> TableR
                 content.decode()
             except UnicodeDecodeError as error:
                 raise ValueError(f"{error}, in line {line}: save it as UTF-8") from None
-    names = pd.read_csv(file, nrows=0, index_col=False, dtype=object).columns
+    sep = separator(file)
+    names = pd.read_csv(file, sep=sep, nrows=0, index_col=False, dtype=object).columns
     if missing := [name for name in numbers if name not in names]:
         raise UserError(f"task.numbers={list(numbers)}: {file} has no column {missing[0]!r}; it has {', '.join(names)}")
     features = Features({name: Value("string") for name in names})
     # index_col: else a long first row shifts the columns; na_filter: NA and null are texts
     options = {"index_col": False, "na_filter": False}
-    table = loaded("csv", file, streaming, features=features, **options)
+    table = loaded("csv", file, streaming, features=features, sep=sep, **options)
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(names, str)
     if not streaming:
         kinds = {name: written_as(table.data.column(name).chunks) for name in names}
@@ -236,7 +237,7 @@ def number_of(text: str) -> int | float | None:
 def line_of_csv(file: Path, place: int) -> int:
     """Return the line in which a row of a CSV file begins, from 1."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader, end = csv.reader(lines), 0  # end: the line in which the last record ended
+        reader, end = csv.reader(lines, delimiter=separator(file)), 0  # end: the line in which the last record ended
         row = -1  # the header is the first record
         for record in reader:
             if not_blank(record):

@@ -211,7 +211,8 @@ class Sizes:
         beside_it = getattr(module, "parts", {}).values()
         teacher = {phase: [x for part in beside_it for x in part.own(phase)] for phase in OWN}
         # versions of the trained weights that wait for their rollout, see `Chain`
-        trained = bytes_of(p for p in policy.parameters() if p.requires_grad) if plan.order == "exact" else 0
+        learns = bytes_of(p for p in policy.parameters() if p.requires_grad)
+        trained = learns if plan.order == "exact" else 0
         held = [*model, *learned, *gradients, *copies, *(x for some in teacher.values() for x in some)]
         mixed = precision in MIXED
         # layers that are gathered in 16 bits, so autocast copies no weight
@@ -261,6 +262,7 @@ class Sizes:
         cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)
         whole = bytes_of(passes.policy.parameters()) if sharded else 0
         rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
+        parts.append(Part("engine's copy", learns if getattr(engine, "apart", False) else 0, lora))
         return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
 
 

@@ -53,7 +53,9 @@ def pairs(file: Path, question: str, gold: str) -> Iterator[tuple[Any, Any]]:
     with file.open(encoding="utf-8-sig", newline="\n" if file.suffix == ".jsonl" else "") as text:
         rows: Iterable[Mapping[str, Any]]
         if file.suffix == ".csv":
-            rows = csv.DictReader(text)
+            first = next(filter(str.strip, text), "")
+            text.seek(0)
+            rows = csv.DictReader(text, delimiter=";" if ";" in first and "," not in first else ",")
         elif file.suffix == ".jsonl":
             rows = map(WORDS, filter(str.strip, text))
         else:

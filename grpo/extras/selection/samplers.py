@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo.data.rows import fingerprint
 from grpo.env.types import Example, Reward
+from grpo.rewards.resolve import imported
 from grpo.system.errors import RolloutError, UserError, error_line
 from grpo.system.output.users_code import code_name
 from grpo.system.progress import Progress, progress
@@ -57,13 +58,14 @@ class History:
 class Weighted:
     """Draws examples with chances in proportion to their weights, each at most once in a rollout while there are enough.
 
-    weight: a weight function. Mutable: keeps the latest rewards of every example, which are its state.
+    weight: a weight function, or FILE.py:NAME of one. Mutable: keeps the latest rewards of every example, which are its state.
     """
 
     def __init__(
-        self, examples: Sequence[Example], size: int, seed: int, weight: Callable[[History], np.ndarray]
+        self, examples: Sequence[Example], size: int, seed: int, weight: Callable[[History], np.ndarray] | str
     ) -> None:
-        self.examples, self.size, self.seed, self.weight = examples, size, seed, weight
+        self.weight = imported(weight, "the weight function") if isinstance(weight, str) else weight
+        self.examples, self.size, self.seed = examples, size, seed
         self.latest: dict[int, tuple[float, float]] = {}
         self.columns: dict[str, list] = {}
         self.drawn: dict[str, int] = {}  # the indices of this rollout's examples, by fingerprint

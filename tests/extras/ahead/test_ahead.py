@@ -17,13 +17,16 @@ from helpers.runs import rows as all_rows
 from helpers.slots import Apart, Halves, Streams, Varied
 
 from grpo.apps.try_algorithm import check_algorithm
+from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Reward, SingleTurn, Trajectory
 from grpo.extras.ahead.chain import Chain
+from grpo.extras.ahead.copied import CopiedEngine
 from grpo.extras.ahead.copies import holding
 from grpo.extras.ahead.order import staleness_of
+from grpo.models.pretrained import Pretrained
 from grpo.rollout.rollouts import Rollout
 from grpo.rollout.types import Plan, Sample
 from grpo.runs.run import Run
@@ -67,6 +70,24 @@ def test_an_evaluation_waits_and_has_the_newest_weights(run):
     run("rollout.num_rollouts=3", "eval.every=2")
     assert Apart.sampled == [0, 0, 0, 1, 2, 3]  # evaluation, rollouts 0, 1 and 2, evaluations after 2 and 3
     assert Apart.loads == [0, 1, 2, 3]
+
+
+def test_the_copied_engine_samples_from_the_weights_of_its_load_while_the_policy_changes(toy):
+    policy, engine, plain = Pretrained(str(toy)).model(), CopiedEngine(), TransformersEngine()
+    policy.lm_head.weight.requires_grad_(False)
+
+    def sampled(by):
+        return [c.logprobs for c in by.sample([(5, 6, 7)] * 2, Sampling(6), [1, 2])]
+
+    for version, factor in ((0, 1.5), (1, 0.5)):
+        engine.load_weights(policy, version)
+        plain.load_weights(policy, version)
+        before = sampled(plain)
+        with torch.no_grad():
+            for p in filter(lambda p: p.requires_grad, policy.parameters()):
+                p.mul_(factor)
+        assert sampled(engine) == before != sampled(plain) and engine.version == version
+    assert engine.model.lm_head.weight is policy.lm_head.weight  # what does not learn is shared
 
 
 class Patient(Apart):

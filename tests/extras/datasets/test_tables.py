@@ -12,7 +12,8 @@ from helpers.project import table
 
 from grpo.data.rows import at, key_of
 from grpo.extras.datasets.dataset import Dataset
-from grpo.extras.datasets.tables import line_of_csv, written_as
+from grpo.extras.datasets.glance import columns_in
+from grpo.extras.datasets.tables import line_of_csv, read_file, written_as
 from grpo.extras.preflight.written import agrees, golds_in, texts_only
 from grpo.system.errors import UserError
 
@@ -68,6 +69,24 @@ def test_types_are_those_of_the_whole_file(tmp_path):
     assert rows[396]["gold"] == 396 and rows[-1] == {"q": "last?", "gold": "7", "info": None, "late": 2.5}
     stream = Dataset(str(file), ("q",), splits={"train": "train"}, streaming=True, train_limit=3).split("train")
     assert [*stream] == rows[:3]
+
+
+def test_a_csv_file_of_a_spreadsheet_has_semicolons_and_letters_of_its_language(tmp_path):
+    file = tmp_path / "größe.csv"
+    file.write_text('\ufeffFrage;Lösung;Maß\n"2 + 3; wie viel?";5;1,5\n\n4?;;m\n', encoding="utf-8")
+    wanted = [{"Frage": "2 + 3; wie viel?", "Lösung": 5, "Maß": "1,5"}, {"Frage": "4?", "Lösung": None, "Maß": "m"}]
+    names, has = columns_in(file)
+    assert names == ["Frage", "Lösung", "Maß"] and has("Lösung")
+    for streaming in (False, True):
+        rows = Dataset(str(file), ("Frage",), splits={"train": "train"}, streaming=streaming, train_limit=2)
+        assert [*rows.split("train")] == [row | ({"Lösung": "5"} if streaming and row["Lösung"] else {}) for row in wanted]
+    assert read_file(file).where(1) == f"{file}, line 4"
+    assert golds_in(file, "Frage", "Lösung", ["4?", wanted[0]["Frage"]]) == {
+        key_of(texts_only("4?")): [""],
+        key_of(texts_only("2 + 3; wie viel?")): ["5"],
+    }
+    file.write_text("a;b,c\n1;2,3\n")  # a comma in the first line parts its columns
+    assert columns_in(file)[0] == ["a;b", "c"]
 
 
 BAD = [  # file, content, columns, further arguments of Dataset, the line

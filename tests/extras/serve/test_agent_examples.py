@@ -7,15 +7,18 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, seed
+from helpers.documents import blocks
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.env.tokens import rows_of_turns
 from grpo.env.types import Reward
 from grpo.extras.tools.renderer import TokenizerRenderer
+from grpo.extras.vllm_server.launch import free_ports
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.episodes import play
 from grpo.rollout.types import Limits
@@ -45,6 +48,23 @@ def test_the_example_on_the_openai_client(tmp_path):
     assert all(len(rows_of_turns(sample.turns)) == 1 for sample in group)  # and its rows are exact
     called = [m for sample in group for m in sample.trajectory.messages if m.role == "tool"]
     assert called and all(m.name == "calculator" for m in called)
+
+
+@pytest.mark.slow
+def test_the_page_serves_a_policy_from_a_notebook(tmp_path):
+    """The best policy of a run answers, and its server ends."""
+    pytest.importorskip("openai")
+    shutil.copytree(ROOT / "grpo/extras/demo/demo_models/wordmath", tmp_path / "checkpoints" / "best")
+    (cell,) = [text for text in blocks(ROOT / "docs" / "serve.md", "py") if "Popen" in text]
+    space = {"run": SimpleNamespace(folder=tmp_path)}
+    with redirect_stdout(StringIO()) as said:
+        try:
+            exec(cell.replace("8000", str(free_ports(1)[0])), space)
+        finally:
+            space["server"].terminate()
+    first, *answer = said.getvalue().strip().split("\n")
+    assert first.startswith("serving ") and "\\boxed{" in answer[-1], said.getvalue()
+    assert space["server"].wait(60) != 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,54 @@
+"""Ideas of a day, as the pages write them."""
+
+from types import SimpleNamespace
+
+import lightning as L
+import torch
+from conftest import ROOT
+from helpers.documents import blocks
+from torch.optim.lr_scheduler import LambdaLR
+
+from grpo.apps.api import split
+from grpo.env.types import Reward
+from grpo.extras.selection.samplers import Weighted
+from grpo.system.progress import set_progress
+
+
+def of_page(page: str, name: str) -> type:
+    """Return what a block of a page defines."""
+    (source,) = [text for text in blocks(ROOT / "docs" / f"{page}.md", "python") if f" {name}(" in text]
+    namespace = {"L": L}
+    exec(source, namespace)
+    return namespace[name]
+
+
+def test_the_plateau_halves_the_learning_rate_of_the_updates_that_follow():
+    """Accuracies .5, .6, .6, .6, .7: the third and fourth are not the best, so the rate is halved once, after the fourth."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.8)
+    schedule, plateau, rates = LambdaLR(optimizer, lambda step: 1.0), of_page("objectives", "Plateau")(), []
+    module = SimpleNamespace(lr_schedulers=lambda: schedule)
+    for accuracy in (0.5, 0.6, 0.6, None, 0.6, 0.7):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        evaluated = [] if accuracy is None else [SimpleNamespace(metrics={"eval/accuracy": accuracy})]
+        plateau.on_train_batch_end(None, module, {}, SimpleNamespace(evaluations=evaluated), 0)
+    assert rates == [0.8, 0.8, 0.8, 0.8, 0.8, 0.4]
+
+
+def test_the_curriculum_goes_from_one_source_to_the_other(tmp_path):
+    """At the share 0 it is all of the first, at 1 none; a file's function is taken by its name."""
+    (source,) = [text for text in blocks(ROOT / "docs" / "objectives.md", "python") if "def moving" in text]
+    (tmp_path / "curriculum.py").write_text(source)
+    rows = [{"question": str(i), "source": "gsm8k" if i % 2 else "math"} for i in range(4)]
+    sampler = Weighted(rows, 2, 0, f"{tmp_path}/curriculum.py:moving")
+    for rollout, wanted in ((0, [0.1, 1.0, 0.1, 1.0]), (5, [0.6, 0.5, 0.6, 0.5])):
+        set_progress(rollout, 10)
+        assert sampler.weights().round(6).tolist() == wanted
+
+
+def test_what_an_object_is_chosen_with_comes_before_what_is_typed():
+    function = Reward
+    assert split({"sampler.weight": function})[0] == ["sampler=weighted"]
+    assert split({"sampler": "signal", "sampler.weight": function})[0] == ["sampler=weighted", "sampler=signal"]
+    assert split({"optim.optimizer": "muon"})[0] == ["optim=muon"]
