@@ -29,7 +29,8 @@ def error_bars(table: pd.DataFrame, axes: Axes, **labels) -> None:
     A value without an interval has no bar."""
     numbers = pd.api.types.is_numeric_dtype(table.index)
     x = table.index if numbers else range(len(table))
-    bars = [(table["value"] - table["low"]).fillna(0), (table["high"] - table["value"]).fillna(0)]
+    ends = table["value"] - table["low"], table["high"] - table["value"]
+    bars = [end.fillna(0).clip(lower=0) for end in ends]  # rounding
     axes.errorbar(x, table["value"], yerr=bars, fmt="o-" if numbers else "o", markersize=4, capsize=3, linewidth=1.5)
     if not numbers:
         axes.set_xticks(x, table.index)
@@ -94,9 +95,9 @@ def effects(done: Mapping[str, list[Run]]) -> dict[str, pd.DataFrame]:
         rows = {value: over_seeds(part)._asdict() for value, part in accuracy.groupby(values, sort=False)}
         table = pd.DataFrame(rows).T.rename_axis(one.name)
         if len(found) == 1:
-            own = compared(arms(runs, found))
-            own.index = [values_of([members[0]], one.values)[0] for members in map(arms(runs, found).get, own.index)]
-            table.update(own[["value", "low", "high"]])
+            of = dict(zip(runs, values, strict=True))
+            names = {arm: of[members[0]] for arm, members in arms(runs, found).items()}
+            table.update(compared(arms(runs, found)).rename(names)[["value", "low", "high"]])
         # numbers are sorted by size
         tables[one.name] = table.sort_index(key=lambda index: pd.to_numeric(index, errors="coerce"), kind="stable")
     return tables
@@ -125,8 +126,10 @@ def swept(done: Mapping[str, list[Run]]) -> Figure | None:
         if (numbers := pd.api.types.is_numeric_dtype(table.index)) and min(at) > 0 and max(at) >= 10 * min(at):
             axes.set_xscale("log")
             axes.minorticks_off()
-        if numbers:
-            axes.set_xticks(table.index, map(spelled, table.index))
+        if numbers and len(table) <= 8:
+            axes.set_xticks(table.index, [spelled(float(value), 4) for value in table.index])
+        elif numbers:  # a search has drawn them
+            axes.minorticks_on()
         else:
             at = [table.index.get_loc(value) for value in at]
             axes.set_xticks(range(len(table)), [textwrap.fill(str(name), 14) for name in table.index])

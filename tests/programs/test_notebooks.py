@@ -373,13 +373,17 @@ def test_runs_that_are_no_sweep_are_compared_with_one_run_of_each_seed(tmp_path)
     assert table[["seed 0", "seed 1"]].to_numpy().tolist() == [[0.25, 0.5]] and figures.swept(arms) is None
 
 
-def test_words_on_a_plot_are_side_by_side(tmp_path):
-    for job, (lr, right) in enumerate([("auto", 1), ("constant", 3)]):
+def test_words_on_a_plot_are_side_by_side_each_with_its_interval(tmp_path):
+    """One of the values is a number; one arm solved nothing, and its interval begins at 0."""
+    for job, (lr, right) in enumerate([("auto", 0), (0.5, 3)]):
         done(tmp_path / str(job), 0, lr, right)
     _, _, arms = folders.newest_sweep(tmp_path)
     (axes,) = figures.swept(arms).axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["auto", "constant"]
-    assert axes.collections[-1].get_offsets().tolist() == [[0, 0.25], [1, 0.75]]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["auto", "0.5"]
+    assert axes.collections[-1].get_offsets().tolist() == [[0, 0.0], [1, 0.75]]
+    table = figures.by_seed(arms)
+    bars = figures.effects(arms)["optim.lr"]
+    assert bars[["low", "high"]].to_numpy().tolist() == table[["low", "high"]].to_numpy().tolist()
 
 
 @pytest.mark.parametrize(

@@ -137,14 +137,21 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return found
 
 
-def spelled(value: Any) -> str:
-    """Return a setting as people type it: a number below 0.001 as 5e-5."""
+def spelled(value: Any, digits: int = 12) -> str:
+    """Return a setting as people type it: a number in so many digits at most, below 0.001 as 5e-5."""
     if not isinstance(value, float):
         return str(value)
     if not 0 < abs(value) < 1e-3:
-        return f"{value:.12g}"
-    digits, _, power = f"{value:.11e}".partition("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+        return f"{value:.{digits}g}"
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
+
+
+def spelled_apart(values: Iterable[Any]) -> dict[Any, str]:
+    """Return how each of these settings is spelled: numbers in four digits if these tell them apart."""
+    values = set(values)
+    short = {value: spelled(value, 4) for value in values}
+    return short if len({*short.values()}) == len(values) else {value: spelled(value) for value in values}
 
 
 def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict[str, list[Run]]:
@@ -152,10 +159,14 @@ def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict
     found: their `differences`, if they are known."""
     runs = list(runs)
     found = differences(runs) if found is None else found
+    texts = {
+        one.name: spelled_apart(value for value in one.values.values() if isinstance(value, float)) for one in found
+    }
     groups: dict[str, list[Run]] = {}
     for run in runs:
         values = {one.name: one.values[run] for one in found if one.values[run] is not None}
-        label = ", ".join(f"{name}={spelled(value)}" for name, value in values.items())
+        numbers = {name: texts[name][value] for name, value in values.items() if isinstance(value, float)}
+        label = ", ".join(f"{name}={value}" for name, value in (values | numbers).items())
         groups.setdefault(label or ("default" if found else "all runs"), []).append(run)
     return groups
 

@@ -141,6 +141,16 @@ def test_an_option_stands_for_the_settings_that_it_explains_and_hides_no_other(t
 SPELLED = {5e-5: "5e-5", 0.00015: "1.5e-4", -2e-7: "-2e-7", 0.001: "0.001", 0.5: "0.5", 0.0: "0", 3: "3", True: "true"}
 
 
+def test_labels_have_as_many_digits_as_tell_arms_apart(tmp_path):
+    """A search draws rates of 17 digits; two arms must never become one."""
+    drawn = {"far": [0.00020554062603827, 0.00013252449072696866], "near": [0.00020554062, 0.00020554061]}
+    labels = {}
+    for name, rates in drawn.items():
+        runs = [composed(tmp_path / name / str(i), {"lr": rate}, f"lr={rate}") for i, rate in enumerate(rates)]
+        labels[name] = [*arms(runs)]
+    assert labels == {"far": ["lr=2.055e-4", "lr=1.325e-4"], "near": ["lr=2.0554062e-4", "lr=2.0554061e-4"]}
+
+
 @needs_node
 def test_a_small_number_is_spelled_alike_in_tables_and_labels():
     assert in_script({}, f"[{','.join(map(json.dumps, SPELLED))}].map(asText)") == [*SPELLED.values()]
