@@ -32,11 +32,16 @@ def compared(config: DictConfig) -> float:
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
     from grpo.extras.report.comparison import arms_of, compare
+    from grpo.extras.report.predictions import predictions, shown
     from grpo.system.output.console import console
 
-    comparison = compare(arms_of(OmegaConf.to_container(config.compare)), config.after)
+    comparison = compare(arms := arms_of(OmegaConf.to_container(config.compare)), config.after)
+    if any(run.learned for runs in arms.values() for run in runs):
+        comparison["predictions"] = predictions(dict(zip(comparison["arms"], arms.values(), strict=True)), config.compute, config.times)
     write_json(Path(config.output_dir) / "metrics.json", comparison)
-    show_comparison(console(), comparison)
+    show_comparison(out := console(), comparison)
+    for part in shown(comparison.get("predictions")):
+        out.print(part, soft_wrap=True, highlight=False)
     return comparison["comparisons"][0]["difference"]["value"]
 
 

@@ -21,12 +21,12 @@ that its NEEDS names. Its __init__.py says what it adds, and by which door it co
     the rows       datasets/ (files and the hub)
     the rewards    grading/ (answers) workers/ (its processes) programs/ (in a sandbox) judges/ tools/
     the machine    kernels/ quantized/ float32_head/ images/ devices/ vllm_server/ shared_weights/
-    the run        forecast/ health/ terminal/ preflight/ trackers/ report/ export/ early_stopping/ sources/ (who plays)
+    the run        forecast/ health/ terminal/ preflight/ trackers/ report/ curves/ export/ early_stopping/ sources/ (who plays)
     programs       network/ (servers) serve/ (HTTP) sweep/ launch/ migration/ demo/
 
 The command line puts book and appendices together: train.py, eval.py, config/ (composes, checks and explains configurations;
 resumed runs; help) and apps/ (what all commands share, the Python API). Commands are `python -m grpo.serve`, grpo.report,
-grpo.launch, grpo.export, grpo.prefetch, grpo.from_trl, grpo.plots and grpo.rewards. moved.tsv keeps old names of modules.
+grpo.launch, grpo.export, grpo.prefetch, grpo.from_trl, grpo.plots, grpo.predict and grpo.rewards. moved.tsv keeps old names of modules.
 
 The core makes the algorithm. The core, in the order in which to read it:
 

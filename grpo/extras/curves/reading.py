@@ -13,7 +13,7 @@ from grpo.system.errors import UserError, plural
 from grpo.system.metrics import TIMES
 
 Compute = Literal["tokens", "seconds", "rollouts"]
-METRICS = ("eval/accuracy", "rollout/solve_rate")  # the first that every run has FEWEST values of
+METRICS = ("eval/accuracy", "rollout/solve_rate")  # the first is better
 MOST = 100  # points of a run; a longer curve has means of neighbours
 
 
@@ -40,13 +40,13 @@ def points_of(run: Run, metric: str = METRICS[0], compute: Compute = "tokens") -
     values = run.curve(metric)
     if len(values) < FEWEST:
         more = "evaluate more often, with eval.every" if metric.startswith("eval/") else "let it learn for longer"
-        line = f"{run.folder} has {plural(len(values), 'value')} of {metric}, a sigmoid needs {FEWEST}"
+        line = f"a run has {plural(len(values), 'value')} of {metric}, and a sigmoid needs {FEWEST}"
         raise UserError(f"{line}: {more}")
     held_out = metric.startswith("eval/")
     after = spent(run, compute)
     at = (after if held_out else after.shift(fill_value=0.0))[values.index]
     if not at.iloc[-1] > 0:
-        raise UserError(f"{run.folder} has not logged its {compute}: choose another kind of compute")
+        raise UserError(f"a run has not logged its {compute}: choose another kind of compute")
     counts = samples_behind(run, held_out).reindex(values.index)
     known = None if counts.isna().any() else counts.to_numpy(float)
     return shorter(Points(at.to_numpy(float), values.to_numpy(float), known))
@@ -78,10 +78,9 @@ def shorter(points: Points) -> Points:
 
 
 def shared_metric(runs: Iterable[Run]) -> str:
-    """Return the metric whose curve is fitted: the held-out accuracy, or the solve rate of rollouts if a run was hardly evaluated."""
+    """Return the metric whose curve is fitted: the held-out accuracy, or the solve rate of rollouts if more runs have enough of it."""
     runs = list(runs)
-    enough = (metric for metric in METRICS if all(len(run.curve(metric)) >= FEWEST for run in runs))
-    return next(enough, METRICS[0])
+    return max(METRICS, key=lambda metric: sum(len(run.curve(metric)) >= FEWEST for run in runs))
 
 
 def halves(curves: Sequence[Points]) -> tuple[list[Points], list[Points]]:

@@ -26,8 +26,8 @@ from grpo.system.files import write_text
 from grpo.system.metrics import GROUPS, TIMES, Metric, about, healthy
 from grpo.system.output.console import busy
 
-NEEDS = ("health",)  # warnings
-PROGRAMS = ("plots",)
+NEEDS = ("health", "curves")  # warnings; what more compute will give
+PROGRAMS = ("plots", "predict")
 SAMPLES = 2000
 
 
