@@ -37,7 +37,8 @@ def compared(config: DictConfig) -> float:
 
     comparison = compare(arms := arms_of(OmegaConf.to_container(config.compare)), config.after)
     if any(run.learned for runs in arms.values() for run in runs):
-        comparison["predictions"] = predictions(dict(zip(comparison["arms"], arms.values(), strict=True)), config.compute, config.times)
+        by_letter = dict(zip(comparison["arms"], arms.values(), strict=True))
+        comparison["predictions"] = predictions(by_letter, config.compute, config.times)
     write_json(Path(config.output_dir) / "metrics.json", comparison)
     show_comparison(out := console(), comparison)
     for part in shown(comparison.get("predictions")):

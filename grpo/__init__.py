@@ -26,7 +26,7 @@ that its NEEDS names. Its __init__.py says what it adds, and by which door it co
 
 The command line puts book and appendices together: train.py, eval.py, config/ (composes, checks and explains configurations;
 resumed runs; help) and apps/ (what all commands share, the Python API). Commands are `python -m grpo.serve`, grpo.report,
-grpo.launch, grpo.export, grpo.prefetch, grpo.from_trl, grpo.plots, grpo.predict and grpo.rewards. moved.tsv keeps old names of modules.
+grpo.predict, grpo.plots, grpo.launch, grpo.export, grpo.prefetch, grpo.from_trl and grpo.rewards. moved.tsv has old names.
 
 The core makes the algorithm. The core, in the order in which to read it:
 

@@ -16,7 +16,8 @@ from types import CodeType, ModuleType
 
 log = logging.getLogger(__name__)
 COMMANDS = {
-    f"grpo.{name}" for name in ["export", "from_trl", "launch", "plots", "predict", "prefetch", "report", "rewards", "serve"]
+    f"grpo.{name}"
+    for name in ["export", "from_trl", "launch", "plots", "predict", "prefetch", "report", "rewards", "serve"]
 }
 """Short names of programs, which stay: `python -m grpo.serve`."""
 

@@ -78,7 +78,7 @@ def shorter(points: Points) -> Points:
 
 
 def shared_metric(runs: Iterable[Run]) -> str:
-    """Return the metric whose curve is fitted: the held-out accuracy, or the solve rate of rollouts if more runs have enough of it."""
+    """Return the metric whose curve is fitted: the held-out accuracy, or the solve rate if more runs have enough of that."""
     runs = list(runs)
     return max(METRICS, key=lambda metric: sum(len(run.curve(metric)) >= FEWEST for run in runs))
 

@@ -60,8 +60,8 @@ def share(compute: ArrayLike, steepness: ArrayLike, middle: ArrayLike) -> np.nda
 
 
 class Nodes(NamedTuple):
-    """Least squares at nodes (B, C_mid), all [nodes]: steepness and middle; the moments of 1 - share and share (uu, uv, vv) and of
-    them with the accuracy (uy, vy); the R0 and A that fit best if they are free, and the sum of squares (sse) that they leave."""
+    """Least squares at nodes (B, C_mid), all [nodes]: steepness and middle; the moments of 1 - share and share (uu, uv, vv), and
+    of them with the accuracy (uy, vy); the R0 and A that fit best if they are free, and the sum of squares (sse) left."""
 
     steepness: np.ndarray
     middle: np.ndarray
@@ -104,8 +104,8 @@ class Fit:
 
     The points have the weights of binomial shares, or equal ones if the numbers of samples are unknown. 0 <= R0 <= A <= 1.
 
-    With several runs an interval is about other seeds: the fit to all points, without one run at a time (jackknife), with Student's
-    t for the number of runs, on the scale of log-odds for accuracies and of logarithms for B and C_mid.
+    With several runs an interval is about other seeds: the fit to all points, without one run at a time (jackknife), with
+    Student's t for the number of runs, on the scale of log-odds for accuracies and of logarithms for B and C_mid.
 
     With one run it is about the noise of its evaluations, and says nothing of other seeds: a value is in it if a sigmoid that has
     it is near enough to the points (profile likelihood), near enough for their binomial noise and for what they scatter.
@@ -114,6 +114,7 @@ class Fit:
     def __init__(self, curves: Sequence[Points]) -> None:
         """curves: of each run, with FEWEST points at least, of which one has some compute."""
         self.curves = list(curves)
+        self.regions: dict[float, tuple[Nodes, np.ndarray]] = {}  # by level, what `near` has found
         self.x, self.y = (np.concatenate([curve[i] for curve in curves]).astype(float) for i in (0, 1))
         counts = [curve.samples for curve in curves]
         self.n = None if any(count is None for count in counts) else np.concatenate(counts).astype(float)
@@ -176,7 +177,7 @@ class Fit:
         return self.at_node(least_squares(distances, begin, **exact).x, best)
 
     def at_node(self, logarithms: np.ndarray, other: Nodes) -> Sigmoid:
-        """Return the sigmoid nearest to the points that has these logarithms of B and C_mid. other: for logarithms that have none."""
+        """Return the nearest sigmoid that has these logarithms of B and C_mid. other: in place of a node without one."""
         steepness, middle = np.exp(np.clip(logarithms, *self.range.T))[:, None]
         nodes = self.nodes(steepness, middle)
         nodes = nodes if len(nodes.start) else other
@@ -202,7 +203,7 @@ class Fit:
     # -- intervals
 
     def at(self, compute: float, level: float = 0.95) -> Estimate:
-        """Return the accuracy after so much compute with its interval: R0 for 0, A for infinity. n: runs, or points of one run."""
+        """Return the accuracy after so much compute with its interval: R0 for 0, A for infinity. n: runs, or one run's points."""
         if len(self.curves) > 1:
             return self.over_seeds(lambda sigmoid: sigmoid.at(compute), logit, expit, level)
         return self.profile(compute, level)
@@ -244,6 +245,8 @@ class Fit:
         It is near enough if its sum of squares is above the least one by no more than t^2 times what the points scatter, or, if
         their binomial noise is known, z^2.
         """
+        if level in self.regions:
+            return self.regions[level]
         limit = quantile(level, self.degrees) ** 2 * self.least / self.degrees
         if self.n is not None:
             limit = max(limit, quantile(level, np.inf) ** 2)
@@ -258,7 +261,8 @@ class Fit:
             ends = np.clip(ends + steps[:, None] * [-1, 1], *(self.range.T[:, :, None]))
             nodes = self.grid(ends)
         nodes = nodes.chosen(nodes.bounded()[2] <= limit)
-        return nodes, limit - nodes.sse
+        self.regions[level] = nodes, limit - nodes.sse
+        return self.regions[level]
 
     def profile(self, compute: float, level: float = 0.95) -> Estimate:
         """Return the accuracy after so much compute with the interval of all sigmoids that are near enough to the points.
@@ -295,8 +299,10 @@ def difference(a: Fit, b: Fit, compute: float, level: float = 0.95) -> tuple[Est
     up = np.hypot(two.high - two.value, one.value - one.low)
     half = down if value > 0 else up
     parts = []
-    for fit, side in ((a, one.high - one.value if value > 0 else one.value - one.low),
-                      (b, two.value - two.low if value > 0 else two.high - two.value)):
+    for fit, side in (
+        (a, one.high - one.value if value > 0 else one.value - one.low),
+        (b, two.value - two.low if value > 0 else two.high - two.value),
+    ):
         df = len(fit.curves) - 1 or fit.degrees
         parts.append(((side / quantile(level, df)) ** 2, df))
     variance = sum(part for part, _ in parts)

@@ -88,7 +88,9 @@ def dictionary(names: Iterable[str]) -> dict[str, Any]:
 
 def page(data: Mapping[str, Any]) -> str:
     """Return the HTML document. Its Content-Security-Policy allows only our script, by its hash, and no loading at all."""
-    js = "\n".join(part(name) for name in ("charts.js", "timeline.js", "samples.js", "folder.js", "page.js"))
+    js = "\n".join(
+        part(name) for name in ("charts.js", "timeline.js", "samples.js", "prediction.js", "folder.js", "page.js")
+    )
     css = part("page.css")
     content = plain({**data, "written": f"{datetime.now():%Y-%m-%d %H:%M}"})
     return Template(part("page.html")).substitute(

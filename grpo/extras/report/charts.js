@@ -122,9 +122,9 @@ function reach(points, share) {
 
 /**
  * Returns a figure of one metric against rollouts. series: [{label, index, x, y, low?, high?, thin?}], null in y for unknown values.
- * span: the first and the last rollout of the axis. marks: [{rollout, words}], shown under the curve. The pointer or the arrow keys show values.
+ * span: the first and the last rollout of the axis. marks: [{rollout, words}], shown under the curve. across: what the axis counts. The pointer or the arrow keys show values.
  */
-function chart(name, series, span, marks = []) {
+function chart(name, series, span, marks = [], across = "rollout") {
   const { unit } = data.about[name];
   const caption = [html("figcaption", {}, name), html("p", { class: "words" }, meaning(name))];
   const raw = series.map(({ x, y, low, high }) =>
@@ -150,7 +150,7 @@ function chart(name, series, span, marks = []) {
 
   const cursor = svg("g", {});
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
-    "aria-label": `${name} against rollouts; arrow keys show values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, labels, left));
+    "aria-label": `${name} against ${across}s; arrow keys show values` }, frame(x, y, ticks(first, last).filter((at) => at >= first && at <= last), ys, labels, left));
   series.forEach(({ index, thin }, s) => {
     const banded = points[s].filter((p) => p.low != null && p.high != null);
     const stroke = colour(index);
@@ -176,7 +176,7 @@ function chart(name, series, span, marks = []) {
     const found = series.map((one, s) => [one, points[s].find((p) => p.at === at)]).filter(([one, p]) => p && !one.thin);
     cursor.replaceChildren(svg("line", { class: "cursor", x1: x(at), x2: x(at), y1: TOP, y2: HEIGHT - BOTTOM }),
       ...found.map(([one, p]) => svg("circle", { cx: x(at), cy: y(p.y), r: 3.5, fill: colour(one.index) })));
-    tip.replaceChildren(html("div", { class: "soft" }, `rollout ${at}`), ...found.map(([one, p]) =>
+    tip.replaceChildren(html("div", { class: "soft" }, `${across} ${at.toLocaleString("en", { maximumFractionDigits: 0 })}`), ...found.map(([one, p]) =>
       html("div", {}, `${one.label ? one.label + ": " : ""}${tell(p.y, unit)}`,
         p.low == null ? null : html("span", { class: "soft" }, `  ${tell(p.low, unit)} to ${tell(p.high, unit)}`))));
     tip.hidden = false;

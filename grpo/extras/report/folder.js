@@ -256,6 +256,7 @@ function folder() {
     section("curves", "Curves", html("p", { class: "soft" }, `Mean over the chosen runs that differ in the seed alone, of each seed a finished one or the newest; runs that ended early count only if no other went on. It is drawn where all of them have a value. Two or three seeds are drawn as thin lines; from four on, a band is the 95 % interval over seeds alone (Student's t). To read values, point at a curve, or focus it and use the arrow keys.${data.every > 1 ? ` The page has every ${data.every}th rollout.` : ""}`),
       key, html("div", { class: "row" }, html("label", {}, each, " every seed"), switches), charts, picker),
     section("arms", "Comparison", html("p", { class: "soft" }, COMPARED), compared),
+    ...prediction(),
     section("answers", "Answers side by side", answers),
     ...(links.length ? [section("sweeps", "Sweeps", table(["sweep"], links))] : []),
     ...(evaluated.length ? [section("evaluations", "Evaluations", table(["folder", "policy", "started", "problems", "accuracy"], evaluated, 3))] : []),

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +17,7 @@ from grpo.evaluation.intervals import quantile
 from grpo.extras.report.changes import SIDES, VERDICT, first_samples
 from grpo.extras.report.comparison import every_pair, finished_arms
 from grpo.extras.report.pictures import names_in_prompt, urls
+from grpo.extras.report.predictions import on_page
 from grpo.extras.report.run import minute, shorter
 from grpo.extras.report.runs import arms, differences, is_sweep, load, run_folders
 from grpo.extras.report.statistics import arm_interval
@@ -70,6 +72,7 @@ def folder_data(folder: Path, samples: int, out: Path | None) -> dict[str, Any]:
             f"{names.index(a)} {names.index(b)}": row for (a, b), row in every_pair(measured, ARMS).items()
         },
         "compared": min(len(done), ARMS),
+        "prediction": on_page(dict(islice(done.items(), ARMS))) if done else None,
         "t": [quantile(0.95, n) for n in range(1, max(map(len, by_arm.values()), default=1))],
         "every": every,
         "runs": [

@@ -96,6 +96,7 @@ function run() {
     ...(data.changed ? [section("changed", "Before and after", changes())] : []),
     section("curves", "Curves", html("p", { class: "soft" }, "The x-axis counts rollouts learned from. Bars on accuracy are 95 % intervals over problems. To read values, point at a curve, or focus it and use the arrow keys."), html("div", { class: "row" }, switches), place, picker),
     section("evaluation", "Held-out evaluation", evaluations()),
+    ...prediction(),
     section("time", "Timeline", ...data.waits.map((line) => html("p", { class: "waits" }, line)), timeline(x, y)),
     section("health", "Health", health()),
     section("samples", "Samples", html("p", { class: "soft", id: "left" }, data.left), ...(data.steps.length ? browser(data) : [])),

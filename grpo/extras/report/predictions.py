@@ -1,4 +1,4 @@
-"""Predicts with a sigmoid of accuracy against compute where arms will be with more compute, and which one will win there."""
+"""Predicts with a sigmoid of accuracy against compute where arms will be with more compute, and which of them wins there."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,46 +13,44 @@ from grpo.extras.curves.reading import Compute, halves, points_of, shared_metric
 from grpo.extras.curves.sigmoid import FEWEST, Fit, Points, difference
 from grpo.extras.report.statistics import holm
 from grpo.runs.run import Run
-from grpo.system.errors import UserError, plural
+from grpo.system.errors import UserError
 from grpo.system.metrics import percent
 
+Arms = Mapping[str, Sequence[Run]]  # runs that differ in the seed alone, by a name
 TIMES = 4.0  # as much compute as the runs have had
-NOISE = "one run: intervals are about the noise of its accuracies, and say nothing of other seeds"
+DRAWN = 40  # points of a drawn fit
 
 
-def predictions(arms: Mapping[str, Sequence[Run]], compute: Compute = "tokens", times: float = TIMES) -> dict[str, Any]:
-    """Return the fit of each arm, its accuracy after `times` the compute that it has had, and its differences from the first.
+def predictions(arms: Arms, compute: Compute = "tokens", times: float = TIMES) -> dict[str, Any]:
+    """Return the fit of each arm, its accuracy after `times` the compute that it has had, and its difference from the first.
 
-    arms: runs that differ in the seed alone, by a name. An arm without a fit has a `reason` alone. The differences are after
-    `at`, which is `times` the compute of the arm that has had least, so that no arm is predicted further than that.
+    The content of `predictions` in metrics.json. An arm without a fit has a `reason`. The differences are after `at`, which is
+    `times` the compute of the arm that has had least of it, so that no arm is predicted further than that.
     """
     metric = shared_metric(run for runs in arms.values() for run in runs)
     found: dict[str, dict[str, Any]] = {}
     fits: dict[str, Fit] = {}
     for name, runs in arms.items():
         try:
-            curves = [points_of(run, metric, compute) for run in runs]
+            fit = Fit([points_of(run, metric, compute) for run in runs])
         except UserError as error:
             found[name] = {"reason": str(error)}
             continue
-        found[name], fit = fitted(curves, times)
+        found[name] = {"runs": len(runs), "spent": spent_by(fit.curves), "reason": fit.reason}
         if fit.reason is None:
             fits[name] = fit
-    at = times * min((spent_by(fit.curves) for fit in fits.values()), default=np.nan)
-    others = [name for name in list(arms)[1:] if name in fits] if next(iter(arms)) in fits else []
-    tests = [difference(fits[next(iter(arms))], fits[name], at) for name in others]
+            values = {**fit.parameters(), "then": fit.at(times * spent_by(fit.curves))}
+            found[name] |= {key: number_and_interval(value) for key, value in values.items()}
+    first = next(iter(arms))
+    others = [name for name in fits if name != first and first in fits]
+    at = times * min((spent_by(fit.curves) for fit in fits.values()), default=0.0)
+    tests = [difference(fits[first], fits[name], at) for name in others]
     adjusted = holm([p for _, p in tests])
-    return {
-        "metric": metric,
-        "compute": compute,
-        "times": times,
-        "at": at if fits else None,
-        "arms": found,
-        "comparisons": [
-            {"arm": name, "against": next(iter(arms)), "difference": number_and_interval(estimate), "p_value": p, "p_holm": p_holm}
-            for name, (estimate, p), p_holm in zip(others, tests, adjusted, strict=True)
-        ],
-    }
+    rows = [
+        {"arm": name, "against": first, "difference": number_and_interval(value), "p_value": p, "p_holm": p_holm}
+        for name, (value, p), p_holm in zip(others, tests, adjusted, strict=True)
+    ]
+    return {"metric": metric, "compute": compute, "times": times, "at": at, "arms": found, "comparisons": rows}
 
 
 def spent_by(curves: Sequence[Points]) -> float:
@@ -60,28 +58,14 @@ def spent_by(curves: Sequence[Points]) -> float:
     return float(np.mean([curve.compute.max() for curve in curves]))
 
 
-def fitted(curves: Sequence[Points], times: float) -> tuple[dict[str, Any], Fit]:
-    """Return what is known of an arm, and its fit."""
-    fit, spent = Fit(curves), spent_by(curves)
-    known: dict[str, Any] = {"runs": len(curves), "spent": spent, "reason": fit.reason}
-    if fit.reason is None:
-        known |= {name: number_and_interval(estimate) for name, estimate in fit.parameters().items()}
-        known["then"] = number_and_interval(fit.at(times * spent))
-    return known, fit
-
-
 # -- in words
 
 
 def amount(value: float, compute: Compute) -> str:
     """Return an amount of compute: 413k tokens, 75 s, 80 rollouts."""
-    for size, end in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            number = f"{value / size:.3g}{end}"
-            break
-    else:
-        number = f"{value:.3g}"
-    return f"{number} s" if compute == "seconds" else f"{number} {compute}"
+    sizes = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (0, ""))
+    size, letter = next((size, letter) for size, letter in sizes if value >= size)
+    return f"{value / (size or 1):.3g}{letter} {'s' if compute == 'seconds' else compute}"
 
 
 def cell(estimate: Mapping[str, Any]) -> str:
@@ -89,50 +73,79 @@ def cell(estimate: Mapping[str, Any]) -> str:
     return share_with_interval(Estimate(**estimate))
 
 
-def shown(found: Mapping[str, Any] | None) -> Iterator[Table | str]:
-    """Yield a table of the arms that have a fit, and lines: the others with their reasons, who wins, and what intervals mean.
-    found: `predictions`; None: nothing to show."""
-    if found is None:
-        return
+def in_words(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Return the head and the rows of a table of the arms that have a fit, and lines: the reasons of the others, who wins, and
+    what the intervals mean. found: `predictions`."""
     compute, times = found["compute"], found["times"]
     known = {name: arm for name, arm in found["arms"].items() if arm["reason"] is None}
-    if known:
-        head = [f"{times:g} x {compute}", f"{found['metric'].partition('/')[2]} then (95 %)", "A (95 %)", "B", "C_mid"]
-        rows = [
-            (name, cell(arm["then"]), cell(arm["A"]), f"{arm['B']['value']:.2g}", amount(arm["C_mid"]["value"], compute))
-            for name, arm in known.items()
-        ]
-        yield grid(head, rows)
+    accuracy = found["metric"].partition("/")[2]
+    head = [f"{times:g} x {compute}", f"{accuracy} (95 %)", "ceiling A (95 %)", "power B", "C_mid"]
+    rows = [
+        [name, cell(arm["then"]), cell(arm["A"]), f"{arm['B']['value']:.2g}", amount(arm["C_mid"]["value"], compute)]
+        for name, arm in known.items()
+    ]
     unknown: dict[str, list[str]] = {}
     for name, arm in found["arms"].items():
         if arm["reason"]:
             unknown.setdefault(arm["reason"], []).append(name)
-    for reason, names in unknown.items():
-        yield f"{'; '.join(names)}: no prediction, {reason}"
-    for row in found["comparisons"]:
-        yield f"after {amount(found['at'], compute)}: {winner(row)}"
-    if any(arm["runs"] > 1 for arm in known.values()):
-        yield "several runs: intervals of predictions are about other seeds, on these problems (jackknife, Student's t)"
-    if any(arm["runs"] == 1 for arm in known.values()):
-        yield NOISE
+    lines = [f"no prediction of {'; '.join(names)}: {reason}" for reason, names in unknown.items()]
+    there = amount(found["at"], compute)
+    lines += [f"after {there}: {winner(row)}" for row in found["comparisons"]]
+    seeds = {arm["runs"] > 1 for arm in known.values()}
+    if True in seeds:
+        lines.append("intervals over several runs are about other seeds, on these problems")
+    if False in seeds:
+        lines.append("an interval of one run is about the noise of its accuracies, and says nothing of other seeds")
+    return head, rows, lines
 
 
 def winner(row: Mapping[str, Any]) -> str:
-    """Return who wins: `B wins by 3.1 points (0.2 to 6.0), p 0.03`."""
+    """Return who wins: `B beats A by 3.1 points (0.2 to 6.0), p 0.03`."""
     value, low, high = (100 * row["difference"][end] for end in ("value", "low", "high"))
-    ps = f"p {row['p_value']:.2g}" + (f", p (Holm) {row['p_holm']:.2g}" if row["p_holm"] != row["p_value"] else "")
-    if row["p_holm"] < 0.05:
-        first, second = (row["arm"], row["against"]) if value > 0 else (row["against"], row["arm"])
-        low, high = sorted((abs(low), abs(high)))
-        return f"{first} wins over {second} by {abs(value):.1f} points ({low:.1f} to {high:.1f}), {ps}"
-    return f"no winner: {row['arm']} - {row['against']} {value:+.1f} points ({low:.1f} to {high:.1f}), {ps}"
+    p = f"p {row['p_value']:.2g}, Holm {row['p_holm']:.2g}"
+    if row["p_holm"] >= 0.05:
+        return f"no winner, {row['arm']} - {row['against']} is {value:+.1f} points ({low:.1f} to {high:.1f}), {p}"
+    better, worse = (row["arm"], row["against"]) if value > 0 else (row["against"], row["arm"])
+    low, high = (low, high) if value > 0 else (-high, -low)
+    return f"{better} beats {worse} by {abs(value):.1f} points ({low:.1f} to {high:.1f}), {p}"
 
 
-def check(arms: Mapping[str, Sequence[Run]], compute: Compute = "tokens") -> Iterator[Table | str]:
-    """Yield how well the first half of the compute predicts the accuracies of the second: a table, and lines about it. An arm whose
-    first half gives no A is in it, too, with a mark."""
+def shown(found: Mapping[str, Any] | None) -> Iterator[Table | str]:
+    """Yield what `in_words` says, for a terminal. found: `predictions`; None: nothing to show."""
+    if found is not None:
+        head, rows, lines = in_words(found)
+        yield from [grid(head, rows)] if rows else []
+        yield from lines
+
+
+def on_page(arms: Arms, drawn: bool = False) -> dict[str, Any] | None:
+    """Return what a page shows of `predictions`; None if no arm has a curve that is long enough.
+
+    drawn: also series for a chart of the only run, its accuracies and the fit with its interval, up to TIMES the compute.
+    """
+    found = predictions(arms)
+    if not any("runs" in arm for arm in found["arms"].values()):
+        return None
+    head, rows, lines = in_words(found)
+    content: dict[str, Any] = {"head": head, "rows": rows, "lines": lines}
+    if drawn and rows:
+        (run,) = next(iter(arms.values()))
+        points = points_of(run, found["metric"])
+        fit, x = Fit([points]), np.linspace(0, found["at"], DRAWN)
+        y, low, high, _ = zip(*(fit.at(float(compute)) for compute in x), strict=True)
+        measured = {"label": "measured", "index": 0, "x": points.compute, "y": points.accuracy}
+        content["series"] = [measured, {"label": "fit", "index": 1, "x": x, "y": y, "low": low, "high": high}]
+    return content | {"metric": found["metric"], "compute": found["compute"]}
+
+
+# -- is it true?
+
+
+def check(arms: Arms, compute: Compute = "tokens") -> Iterator[Table | str]:
+    """Yield how well the first half of the compute predicts the accuracies of the second: a table, and lines about it. An arm
+    whose first half gives no A has a mark."""
     metric = shared_metric(run for runs in arms.values() for run in runs)
-    rows, marked = [], ""
+    rows, marked = [], False
     for name, runs in arms.items():
         try:
             curves = [points_of(run, metric, compute) for run in runs]
@@ -144,22 +157,16 @@ def check(arms: Mapping[str, Sequence[Run]], compute: Compute = "tokens") -> Ite
             yield f"{name}: the first half has fewer than {FEWEST} values of {metric}"
             continue
         fit = Fit(early)
-        mark = " *" if fit.reason else ""
-        marked = marked or mark
+        marked |= fit.reason is not None
         at, seen = (np.concatenate([curve[i] for curve in late]) for i in (0, 1))
         errors = fit.sigmoid.at(at) - seen
         predicted = fit.at(spent_by(curves))
         ended = float(np.mean([curve.accuracy[-1] for curve in curves]))
-        points = (f"{100 * error:+.1f}" for error in (predicted.value - ended, errors.mean(), (errors**2).mean() ** 0.5))
-        rows.append((name + mark, percent(ended), share_with_interval(predicted), *points))
+        points = (f"{100 * error:.1f}" for error in (predicted.value - ended, errors.mean(), (errors**2).mean() ** 0.5))
+        rows.append((name + " *" * (fit.reason is not None), percent(ended), share_with_interval(predicted), *points))
     if rows:
-        accuracy = metric.partition("/")[2]
-        yield grid(["first half", f"last {accuracy}", "predicted (95 %)", "error", "mean", "rms"], rows)
-        yield "error, in points: of the last accuracy; the mean and the root of the mean square over those of the second half"
+        head = ["first half", f"last {metric.partition('/')[2]}", "predicted (95 %)", "error", "mean", "rms"]
+        yield grid(head, rows)
+        yield "error, in points: of the last accuracy; mean and root mean square over those of the second half"
     if marked:
         yield "* no A: the first half does not rise by more than its noise, or no ceiling is in sight"
-
-
-def summary(arm: Mapping[str, Any], compute: Compute, times: float) -> str:
-    """Return a sentence about an arm that has a fit."""
-    return f"{cell(arm['then'])} after {amount(times * arm['spent'], compute)}, {times:g} times as many as in {plural(arm['runs'], 'run')}"

@@ -18,6 +18,7 @@ from grpo.extras.health.waiting import about_waits
 from grpo.extras.health.watch import warnings_of
 from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.pictures import names_in_prompt, picture_names, urls
+from grpo.extras.report.predictions import on_page
 from grpo.extras.report.token_texts import token_texts
 from grpo.runs.run import Run, numbered, samples_in
 from grpo.system.errors import plural
@@ -49,6 +50,7 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
         "metrics": {"x": list(metrics.index), "y": {name: metrics[name].to_numpy() for name in metrics}},
         "intervals": {name: [ends.get(at) for at in metrics.index] for name, ends in intervals.items()},
         "changed": changed,
+        "prediction": on_page({"run": [run]}, drawn=True) if run.learned else None,
         "warnings": [vars(finding) for finding in findings],
         "waits": about_waits([*logged.values()], ahead, order=order) if ahead else [],
         "not_written": run.manifest.get("not_written", {}),
