@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit, fdtri, logit
 
-from grpo.evaluation.intervals import Estimate, quantile
+from grpo.evaluation.intervals import TINY, Estimate, quantile
 
 STEEPNESS = 0.5, 12.0  # B; at 0.5 the middle four fifths of the way take a factor of 6,561 of compute
 MIDDLE = 1 / 30, 100.0  # C_mid, from this share of the first compute that is not 0 to this multiple of the last
-GRID = 36, 48  # values of B and of C_mid
+GRID = 24, 32  # values of B and of C_mid
 ZOOMS = 3  # grids, each on the part of the last one that fits the points
 STARTS = np.linspace(0, 1, 15)  # values of R0 for a node of the grid, in its range
 PARAMETERS = 4
@@ -121,7 +121,7 @@ class Fit:
         self.last = self.x.max()
         self.degrees = len(self.x) - PARAMETERS
         self.w = self.weights(np.full_like(self.y, self.y.mean()))
-        self.w = self.weights(self.nearest().at(self.x))  # of the noise about the curve, not about the points
+        self.w = self.weights(self.at_node(self.best).at(self.x))  # of the noise about the curve, not about the points
         self.sigmoid = self.nearest()
         self.least = self.squares(self.sigmoid)
 
@@ -166,21 +166,28 @@ class Fit:
         """Return the sigmoid with the smallest sum of squares, for the weights that the points have now."""
         from scipy.optimize import least_squares  # imported here, since it takes a quarter of a second
 
-        nodes = self.grid(self.range)
-        best = nodes.chosen([nodes.bounded()[2].argmin()])
+        best = self.best
 
-        def distances(at: np.ndarray) -> np.ndarray:
-            return self.w**0.5 * (self.y - self.at_node(at, best).at(self.x))
+        def sigmoid(logarithms: np.ndarray) -> Sigmoid:
+            steepness, middle = np.exp(np.clip(logarithms, *self.range.T))[:, None]
+            nodes = self.nodes(steepness, middle)
+            return self.at_node(nodes if len(nodes.start) else best)
+
+        def distances(logarithms: np.ndarray) -> np.ndarray:
+            return self.w**0.5 * (self.y - sigmoid(logarithms).at(self.x))
 
         begin = np.log([best.steepness[0], best.middle[0]])
         exact = {"method": "lm", "xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
-        return self.at_node(least_squares(distances, begin, **exact).x, best)
+        return sigmoid(least_squares(distances, begin, **exact).x)
 
-    def at_node(self, logarithms: np.ndarray, other: Nodes) -> Sigmoid:
-        """Return the nearest sigmoid that has these logarithms of B and C_mid. other: in place of a node without one."""
-        steepness, middle = np.exp(np.clip(logarithms, *self.range.T))[:, None]
-        nodes = self.nodes(steepness, middle)
-        nodes = nodes if len(nodes.start) else other
+    @property
+    def best(self) -> Nodes:
+        """The node of the grid whose sigmoid has the smallest sum of squares, for the weights that the points have now."""
+        nodes = self.grid(self.range)
+        return nodes.chosen([nodes.bounded()[2].argmin()])
+
+    def at_node(self, nodes: Nodes) -> Sigmoid:
+        """Return the sigmoid of the first node."""
         start, ceiling, _ = nodes.bounded()
         return Sigmoid(*(float(part[0]) for part in (start, ceiling, nodes.steepness, nodes.middle)))
 
@@ -193,7 +200,9 @@ class Fit:
         mean = (self.w @ self.y) / self.w.sum()
         rise = (self.w @ (self.y - mean) ** 2 - self.least) / (PARAMETERS - 1)
         scatter = self.least / self.degrees
-        if rise <= fdtri(PARAMETERS - 1, self.degrees, 0.99) * (scatter if self.n is None else max(1.0, scatter)):
+        if rise <= TINY + fdtri(PARAMETERS - 1, self.degrees, 0.99) * (
+            scatter if self.n is None else max(1.0, scatter)
+        ):
             return "the accuracy does not rise by more than its noise"
         _, low, high, _ = self.profile(np.inf)
         if high > 1 - EDGE and high - low > NARROW:
