@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import expit, fdtri, logit
+from scipy.special import expit, fdtri, logit, stdtr
 
 from grpo.evaluation.intervals import TINY, Estimate, quantile
 
@@ -50,10 +50,10 @@ class Sigmoid(NamedTuple):
 
     def at(self, compute: ArrayLike) -> np.ndarray:
         """Return the accuracies after so much compute: R0 for 0, A for infinity."""
-        return self.start + (self.ceiling - self.start) * share(compute, self.steepness, self.middle)
+        return self.start + (self.ceiling - self.start) * way_done(compute, self.steepness, self.middle)
 
 
-def share(compute: ArrayLike, steepness: ArrayLike, middle: ArrayLike) -> np.ndarray:
+def way_done(compute: ArrayLike, steepness: ArrayLike, middle: ArrayLike) -> np.ndarray:
     """Return 1 / (1 + (C_mid / C)^B), the share of the way that is done."""
     with np.errstate(divide="ignore"):
         return expit(np.asarray(steepness) * (np.log(compute) - np.log(middle)))
@@ -140,7 +140,7 @@ class Fit:
 
     def nodes(self, steepness: np.ndarray, middle: np.ndarray) -> Nodes:
         """Return the nodes at these B and C_mid, [nodes] each."""
-        v = share(self.x, steepness[:, None], middle[:, None])
+        v = way_done(self.x, steepness[:, None], middle[:, None])
         u, w, y = 1 - v, self.w, self.y
         uu, uv, vv, uy, vy = (u * u) @ w, (u * v) @ w, (v * v) @ w, u @ (w * y), v @ (w * y)
         determinant = uu * vv - uv**2
@@ -227,6 +227,7 @@ class Fit:
         }
 
     def of_shape(self, name: str, level: float) -> Estimate:
+        """Return B ("steepness") or C_mid ("middle") with its interval, which for one run ends at the ends of the grid."""
         if len(self.curves) > 1:
             return self.over_seeds(lambda sigmoid: getattr(sigmoid, name), np.log, np.exp, level)
         value = getattr(self.sigmoid, name)
@@ -287,7 +288,7 @@ class Fit:
         room = np.maximum(slack - (start - nodes.start) ** 2 / nodes.variance, 0)
         middle, half = (nodes.vy - nodes.uv * start) / nodes.vv, np.sqrt(room / nodes.vv)
         fits = (middle + half >= start) & (middle - half <= 1)
-        value, done = float(self.sigmoid.at(compute)), share(compute, nodes.steepness, nodes.middle)
+        value, done = float(self.sigmoid.at(compute)), way_done(compute, nodes.steepness, nodes.middle)
         ends = [np.clip(end, start, 1) for end in (middle - half, middle + half)]
         low, high = ((start + (end - start) * done)[fits] for end in ends)
         return Estimate(value, min([value, *low]), max([value, *high]), len(self.x))
@@ -300,21 +301,16 @@ def difference(a: Fit, b: Fit, compute: float, level: float = 0.95) -> tuple[Est
     the half of the interval towards 0 as its measure and Satterthwaite's degrees of freedom, so it is below 1 - level if and only
     if the interval excludes 0.
     """
-    from scipy.special import stdtr
-
     one, two = a.at(compute, level), b.at(compute, level)
     value = two.value - one.value
-    down = np.hypot(two.value - two.low, one.high - one.value)
-    up = np.hypot(two.high - two.value, one.value - one.low)
-    half = down if value > 0 else up
-    parts = []
-    for fit, side in (
-        (a, one.high - one.value if value > 0 else one.value - one.low),
-        (b, two.value - two.low if value > 0 else two.high - two.value),
-    ):
-        df = len(fit.curves) - 1 or fit.degrees
-        parts.append(((side / quantile(level, df)) ** 2, df))
-    variance = sum(part for part, _ in parts)
-    df = variance**2 / max(sum(part**2 / df for part, df in parts), 1e-300)
-    p = 2 * stdtr(max(df, 1.0), -abs(value) / half * quantile(level, max(df, 1.0))) if half > 0 else float(value == 0)
-    return Estimate(value, value - down, value + up, min(one.n, two.n)), float(p)
+    downs = np.array([one.high - one.value, two.value - two.low])
+    ups = np.array([one.value - one.low, two.high - two.value])
+    down, up = np.linalg.norm(downs), np.linalg.norm(ups)
+    estimate = Estimate(value, value - down, value + up, min(one.n, two.n))
+    sides, half = (downs, down) if value > 0 else (ups, up)
+    if half == 0:
+        return estimate, float(value == 0)
+    degrees = np.array([len(fit.curves) - 1 or fit.degrees for fit in (a, b)])
+    variances = (sides / [quantile(level, df) for df in degrees]) ** 2
+    df = variances.sum() ** 2 / (variances**2 / degrees).sum()
+    return estimate, float(2 * stdtr(df, -abs(value) / half * quantile(level, df)))

@@ -53,6 +53,11 @@ def test_what_is_flat_or_straight_is_refused():
     assert Fit([drawn(DEMO, EVERY_4, 200, rng)]).reason is None
 
 
+def test_no_accuracy_is_above_one():
+    fit = Fit([drawn(Sigmoid(0.5, 1.0, 1.5, 5.0), EVERY_4, 200, np.random.default_rng(0))])
+    assert fit.reason is None and 0.95 < fit.at(320.0).high <= fit.at(np.inf).high == 1
+
+
 def test_an_end_of_an_interval_is_as_far_from_the_points_as_it_may_be():
     """Another way to the same number: the nearest sigmoid among those that have this accuracy there, by a general minimizer."""
     fit = Fit([drawn(DEMO, EVERY_4, 200, np.random.default_rng(1))])
@@ -85,10 +90,10 @@ def test_several_runs_have_the_interval_of_a_jackknife():
 
 def test_a_difference_by_hand():
     """The half towards 0 is sqrt(0.05^2 + 0.1^2) = 0.1118; p is Student's for 0.2 / 0.1118 of its quantile."""
-    a = SimpleNamespace(at=lambda *given: Estimate(0.5, 0.4, 0.6, 9), curves=[0] * 5)
+    a = SimpleNamespace(at=lambda *given: Estimate(0.5, 0.47, 0.6, 9), curves=[0] * 5)
     b = SimpleNamespace(at=lambda *given: Estimate(0.7, 0.65, 0.72, 9), curves=[0] * 5)
     estimate, p = difference(a, b, 100.0)
-    assert estimate[:3] == pytest.approx((0.2, 0.2 - 0.0125**0.5, 0.2 + (0.02**2 + 0.1**2) ** 0.5))
+    assert estimate[:3] == pytest.approx((0.2, 0.2 - 0.0125**0.5, 0.2 + (0.02**2 + 0.03**2) ** 0.5))
     assert 0.001 < p < 0.05
     swapped, same = difference(b, a, 100.0)
     assert swapped.value == pytest.approx(-0.2) and same == pytest.approx(p)
@@ -141,7 +146,7 @@ def test_an_interval_has_the_truth():
     ],
 )
 def test_every_interval_has_the_truth(truth, x, n, runs, spread, most):
-    """Of 200 data sets. most: how many may be refused."""
+    """In 200 data sets. most: the share that may be refused."""
     refused, covered = coverage(truth, x, n, runs, 200, spread)
     print(f"{truth}, {runs} runs, A +- {spread}: {refused:.3f} refused, {covered:.3f} of the others have the truth")
     assert refused <= most and covered >= 0.9

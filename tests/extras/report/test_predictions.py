@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from grpo.extras.curves.reading import halves, points_of, samples_behind, shared_metric, shorter
+from grpo.extras.curves.reading import binned, halves, points_of, samples_behind, shared_metric
 from grpo.extras.curves.sigmoid import Points, Sigmoid
 from grpo.extras.report.predict import main
-from grpo.extras.report.predictions import amount, check, on_page, predictions, shown
+from grpo.extras.report.predictions import amount, check, on_page, predictions, printable
 from grpo.extras.report.runs import load
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -72,7 +72,7 @@ def test_samples_without_a_verdict_or_of_another_set_do_not_count(tmp_path):
 def test_a_long_curve_has_means_of_neighbours():
     """250 points become 84 of three; the mean of samples 1, 1, 2 with accuracies 0, 0, 1 is a half."""
     x, y, n = np.arange(250.0), np.tile([0.0, 0.0, 1.0], 84)[:250], np.tile([1.0, 1.0, 2.0], 84)[:250]
-    found = shorter(Points(x, y, n))
+    found = binned(Points(x, y, n))
     assert len(found.compute) == 84 and found.accuracy[0] == 0.5 and found.compute[0] == 5 / 4 and found.samples[0] == 4
     assert halves([Points(x, y)])[0][0].compute[-1] == 124
 
@@ -87,9 +87,9 @@ def test_the_arm_that_will_be_better_is_named(sweep):
     assert then["low"] < HIGH.at(32_000) < then["high"] and abs(found["arms"]["A"]["A"]["value"] - 0.6) < 0.02
     (row,) = found["comparisons"]
     assert row["difference"]["low"] > 0.1 and row["p_value"] == row["p_holm"] < 0.05
-    table, beats, meaning = shown(found)
+    table, beats, meaning = printable(found)
     assert len(table.rows) == 2 and beats.startswith("after 32k tokens: B beats A by 2") and "other seeds" in meaning
-    swapped = [*shown(predictions({"B": arms["B"], "A": arms["A"]}))][1]
+    swapped = [*printable(predictions({"B": arms["B"], "A": arms["A"]}))][1]
     assert swapped == beats
     json.dumps(found)
 
@@ -101,7 +101,7 @@ def test_arms_without_a_curve_share_a_line(sweep, tmp_path):
     assert shared_metric([learned(tmp_path / "later", FAST, rollouts=8)]) == "rollout/solve_rate"
     found = predictions({"A": [short], "B": [early], "C": [Run(sweep / "0")]})
     assert found["comparisons"] == [] and found["at"] == 32_000
-    _, few, one = shown(found)
+    _, few, one = printable(found)
     assert few.startswith(
         "no prediction of A; B: a run has 1 value of eval/accuracy, and a sigmoid needs 5: evaluate more"
     )
