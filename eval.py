@@ -32,7 +32,7 @@ def compared(config: DictConfig) -> float:
     # imported here, so that --help and a mistyped key need neither pandas nor torch
     from grpo.apps.show_evaluation import show_comparison
     from grpo.extras.report.comparison import arms_of, compare
-    from grpo.extras.report.predictions import predictions, shown
+    from grpo.extras.report.predictions import predictions, printable
     from grpo.system.output.console import console
 
     comparison = compare(arms := arms_of(OmegaConf.to_container(config.compare)), config.after)
@@ -41,7 +41,7 @@ def compared(config: DictConfig) -> float:
         comparison["predictions"] = predictions(by_letter, config.compute, config.times)
     write_json(Path(config.output_dir) / "metrics.json", comparison)
     show_comparison(out := console(), comparison)
-    for part in shown(comparison.get("predictions")):
+    for part in printable(comparison.get("predictions")):
         out.print(part, soft_wrap=True, highlight=False)
     return comparison["comparisons"][0]["difference"]["value"]
 

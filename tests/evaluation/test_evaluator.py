@@ -22,6 +22,7 @@ from rich.console import Console
 import eval as eval_script
 from grpo.apps.scorecard import Scorecard, estimates_by_value
 from grpo.apps.show_evaluation import show_comparison
+from grpo.config.validation import check_values
 from grpo.data.rows import fingerprint
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
@@ -594,7 +595,9 @@ def test_a_policy_is_the_folder_that_was_named(tmp_path):
 def test_a_comparison_is_typed_without_quotes(typed, meant):
     assert eval_script.as_list(typed) == meant
     if typed.startswith("compare"):
-        assert compose_config(meant, "output_dir=.", name="eval").compare
+        config = compose_config(meant, "output_dir=.", name="eval")
+        check_values(config)
+        assert config.compare
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def points_of(run: Run, metric: str = METRICS[0], compute: Compute = "tokens") -
         raise UserError(f"a run has not logged its {compute}: choose another kind of compute")
     counts = samples_behind(run, held_out).reindex(values.index)
     known = None if counts.isna().any() else counts.to_numpy(float)
-    return shorter(Points(at.to_numpy(float), values.to_numpy(float), known))
+    return binned(Points(at.to_numpy(float), values.to_numpy(float), known))
 
 
 def samples_behind(run: Run, held_out: bool) -> pd.Series:
@@ -66,7 +66,7 @@ def samples_behind(run: Run, held_out: bool) -> pd.Series:
     return samples[graded].groupby("rollout").size().astype(float)
 
 
-def shorter(points: Points) -> Points:
+def binned(points: Points) -> Points:
     """Return a curve of at most MOST points: each the mean of neighbours, of which there are as many in every one."""
     groups = np.arange(len(points.compute)) // -(-len(points.compute) // MOST)
     if groups[-1] == len(groups) - 1:

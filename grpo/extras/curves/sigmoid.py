@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import expit, fdtri, logit
+from scipy.special import expit, fdtri, logit, stdtr
 
-from grpo.evaluation.intervals import Estimate, quantile
+from grpo.evaluation.intervals import TINY, Estimate, quantile
 
 STEEPNESS = 0.5, 12.0  # B; at 0.5 the middle four fifths of the way take a factor of 6,561 of compute
 MIDDLE = 1 / 30, 100.0  # C_mid, from this share of the first compute that is not 0 to this multiple of the last
-GRID = 36, 48  # values of B and of C_mid
+GRID = 24, 32  # values of B and of C_mid
 ZOOMS = 3  # grids, each on the part of the last one that fits the points
 STARTS = np.linspace(0, 1, 15)  # values of R0 for a node of the grid, in its range
 PARAMETERS = 4
@@ -50,10 +50,10 @@ class Sigmoid(NamedTuple):
 
     def at(self, compute: ArrayLike) -> np.ndarray:
         """Return the accuracies after so much compute: R0 for 0, A for infinity."""
-        return self.start + (self.ceiling - self.start) * share(compute, self.steepness, self.middle)
+        return self.start + (self.ceiling - self.start) * way_done(compute, self.steepness, self.middle)
 
 
-def share(compute: ArrayLike, steepness: ArrayLike, middle: ArrayLike) -> np.ndarray:
+def way_done(compute: ArrayLike, steepness: ArrayLike, middle: ArrayLike) -> np.ndarray:
     """Return 1 / (1 + (C_mid / C)^B), the share of the way that is done."""
     with np.errstate(divide="ignore"):
         return expit(np.asarray(steepness) * (np.log(compute) - np.log(middle)))
@@ -121,7 +121,7 @@ class Fit:
         self.last = self.x.max()
         self.degrees = len(self.x) - PARAMETERS
         self.w = self.weights(np.full_like(self.y, self.y.mean()))
-        self.w = self.weights(self.nearest().at(self.x))  # of the noise about the curve, not about the points
+        self.w = self.weights(self.at_node(self.best).at(self.x))  # of the noise about the curve, not about the points
         self.sigmoid = self.nearest()
         self.least = self.squares(self.sigmoid)
 
@@ -140,7 +140,7 @@ class Fit:
 
     def nodes(self, steepness: np.ndarray, middle: np.ndarray) -> Nodes:
         """Return the nodes at these B and C_mid, [nodes] each."""
-        v = share(self.x, steepness[:, None], middle[:, None])
+        v = way_done(self.x, steepness[:, None], middle[:, None])
         u, w, y = 1 - v, self.w, self.y
         uu, uv, vv, uy, vy = (u * u) @ w, (u * v) @ w, (v * v) @ w, u @ (w * y), v @ (w * y)
         determinant = uu * vv - uv**2
@@ -166,21 +166,28 @@ class Fit:
         """Return the sigmoid with the smallest sum of squares, for the weights that the points have now."""
         from scipy.optimize import least_squares  # imported here, since it takes a quarter of a second
 
-        nodes = self.grid(self.range)
-        best = nodes.chosen([nodes.bounded()[2].argmin()])
+        best = self.best
 
-        def distances(at: np.ndarray) -> np.ndarray:
-            return self.w**0.5 * (self.y - self.at_node(at, best).at(self.x))
+        def sigmoid(logarithms: np.ndarray) -> Sigmoid:
+            steepness, middle = np.exp(np.clip(logarithms, *self.range.T))[:, None]
+            nodes = self.nodes(steepness, middle)
+            return self.at_node(nodes if len(nodes.start) else best)
+
+        def distances(logarithms: np.ndarray) -> np.ndarray:
+            return self.w**0.5 * (self.y - sigmoid(logarithms).at(self.x))
 
         begin = np.log([best.steepness[0], best.middle[0]])
         exact = {"method": "lm", "xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14}
-        return self.at_node(least_squares(distances, begin, **exact).x, best)
+        return sigmoid(least_squares(distances, begin, **exact).x)
 
-    def at_node(self, logarithms: np.ndarray, other: Nodes) -> Sigmoid:
-        """Return the nearest sigmoid that has these logarithms of B and C_mid. other: in place of a node without one."""
-        steepness, middle = np.exp(np.clip(logarithms, *self.range.T))[:, None]
-        nodes = self.nodes(steepness, middle)
-        nodes = nodes if len(nodes.start) else other
+    @property
+    def best(self) -> Nodes:
+        """The node of the grid whose sigmoid has the smallest sum of squares, for the weights that the points have now."""
+        nodes = self.grid(self.range)
+        return nodes.chosen([nodes.bounded()[2].argmin()])
+
+    def at_node(self, nodes: Nodes) -> Sigmoid:
+        """Return the sigmoid of the first node."""
         start, ceiling, _ = nodes.bounded()
         return Sigmoid(*(float(part[0]) for part in (start, ceiling, nodes.steepness, nodes.middle)))
 
@@ -193,7 +200,9 @@ class Fit:
         mean = (self.w @ self.y) / self.w.sum()
         rise = (self.w @ (self.y - mean) ** 2 - self.least) / (PARAMETERS - 1)
         scatter = self.least / self.degrees
-        if rise <= fdtri(PARAMETERS - 1, self.degrees, 0.99) * (scatter if self.n is None else max(1.0, scatter)):
+        if rise <= TINY + fdtri(PARAMETERS - 1, self.degrees, 0.99) * (
+            scatter if self.n is None else max(1.0, scatter)
+        ):
             return "the accuracy does not rise by more than its noise"
         _, low, high, _ = self.profile(np.inf)
         if high > 1 - EDGE and high - low > NARROW:
@@ -218,6 +227,7 @@ class Fit:
         }
 
     def of_shape(self, name: str, level: float) -> Estimate:
+        """Return B ("steepness") or C_mid ("middle") with its interval, which for one run ends at the ends of the grid."""
         if len(self.curves) > 1:
             return self.over_seeds(lambda sigmoid: getattr(sigmoid, name), np.log, np.exp, level)
         value = getattr(self.sigmoid, name)
@@ -278,7 +288,7 @@ class Fit:
         room = np.maximum(slack - (start - nodes.start) ** 2 / nodes.variance, 0)
         middle, half = (nodes.vy - nodes.uv * start) / nodes.vv, np.sqrt(room / nodes.vv)
         fits = (middle + half >= start) & (middle - half <= 1)
-        value, done = float(self.sigmoid.at(compute)), share(compute, nodes.steepness, nodes.middle)
+        value, done = float(self.sigmoid.at(compute)), way_done(compute, nodes.steepness, nodes.middle)
         ends = [np.clip(end, start, 1) for end in (middle - half, middle + half)]
         low, high = ((start + (end - start) * done)[fits] for end in ends)
         return Estimate(value, min([value, *low]), max([value, *high]), len(self.x))
@@ -291,21 +301,16 @@ def difference(a: Fit, b: Fit, compute: float, level: float = 0.95) -> tuple[Est
     the half of the interval towards 0 as its measure and Satterthwaite's degrees of freedom, so it is below 1 - level if and only
     if the interval excludes 0.
     """
-    from scipy.special import stdtr
-
     one, two = a.at(compute, level), b.at(compute, level)
     value = two.value - one.value
-    down = np.hypot(two.value - two.low, one.high - one.value)
-    up = np.hypot(two.high - two.value, one.value - one.low)
-    half = down if value > 0 else up
-    parts = []
-    for fit, side in (
-        (a, one.high - one.value if value > 0 else one.value - one.low),
-        (b, two.value - two.low if value > 0 else two.high - two.value),
-    ):
-        df = len(fit.curves) - 1 or fit.degrees
-        parts.append(((side / quantile(level, df)) ** 2, df))
-    variance = sum(part for part, _ in parts)
-    df = variance**2 / max(sum(part**2 / df for part, df in parts), 1e-300)
-    p = 2 * stdtr(max(df, 1.0), -abs(value) / half * quantile(level, max(df, 1.0))) if half > 0 else float(value == 0)
-    return Estimate(value, value - down, value + up, min(one.n, two.n)), float(p)
+    downs = np.array([one.high - one.value, two.value - two.low])
+    ups = np.array([one.value - one.low, two.high - two.value])
+    down, up = np.linalg.norm(downs), np.linalg.norm(ups)
+    estimate = Estimate(value, value - down, value + up, min(one.n, two.n))
+    sides, half = (downs, down) if value > 0 else (ups, up)
+    if half == 0:
+        return estimate, float(value == 0)
+    degrees = np.array([len(fit.curves) - 1 or fit.degrees for fit in (a, b)])
+    variances = (sides / [quantile(level, df) for df in degrees]) ** 2
+    df = variances.sum() ** 2 / (variances**2 / degrees).sum()
+    return estimate, float(2 * stdtr(df, -abs(value) / half * quantile(level, df)))

@@ -11,7 +11,7 @@ from typing import get_args
 
 from grpo.apps.pipes import quiet_pipe
 from grpo.extras.curves.reading import Compute
-from grpo.extras.report.predictions import TIMES, check, predictions, shown
+from grpo.extras.report.predictions import TIMES, check, predictions, printable
 from grpo.extras.report.runs import arms, load
 from grpo.system.errors import UserError
 from grpo.system.output.console import console
@@ -37,7 +37,9 @@ def main(arguments: Sequence[str]) -> None:
             f"none of {', '.join(given.runs)} has learned from a rollout: name runs that have a metrics.csv"
         )
     out = console()
-    for part in check(found, given.compute) if given.halves else shown(predictions(found, given.compute, given.times)):
+    for part in (
+        check(found, given.compute) if given.halves else printable(predictions(found, given.compute, given.times))
+    ):
         out.print(part, soft_wrap=True, highlight=False)
 
 

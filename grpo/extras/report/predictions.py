@@ -73,7 +73,7 @@ def cell(estimate: Mapping[str, Any]) -> str:
     return share_with_interval(Estimate(**estimate))
 
 
-def in_words(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+def as_sentences(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
     """Return the head and the rows of a table of the arms that have a fit, and lines: the reasons of the others, who wins, and
     what the intervals mean. found: `predictions`."""
     compute, times = found["compute"], found["times"]
@@ -110,10 +110,10 @@ def winner(row: Mapping[str, Any]) -> str:
     return f"{better} beats {worse} by {abs(value):.1f} points ({low:.1f} to {high:.1f}), {p}"
 
 
-def shown(found: Mapping[str, Any] | None) -> Iterator[Table | str]:
-    """Yield what `in_words` says, for a terminal. found: `predictions`; None: nothing to show."""
+def printable(found: Mapping[str, Any] | None) -> Iterator[Table | str]:
+    """Yield what `as_sentences` says, for a terminal. found: `predictions`; None: nothing to show."""
     if found is not None:
-        head, rows, lines = in_words(found)
+        head, rows, lines = as_sentences(found)
         yield from [grid(head, rows)] if rows else []
         yield from lines
 
@@ -126,7 +126,7 @@ def on_page(arms: Arms, drawn: bool = False) -> dict[str, Any] | None:
     found = predictions(arms)
     if not any("runs" in arm for arm in found["arms"].values()):
         return None
-    head, rows, lines = in_words(found)
+    head, rows, lines = as_sentences(found)
     content: dict[str, Any] = {"head": head, "rows": rows, "lines": lines}
     if drawn and rows:
         (run,) = next(iter(arms.values()))
