@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import takewhile
+from math import floor
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from grpo.rollout.episodes import play
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Limits, Sample
 from grpo.system.errors import UserError
+from grpo.system.ranges import Share, enforced
 from grpo.system.seeds import EVALUATION, derive_seed
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.evaluation import EvaluationCallback
@@ -84,16 +86,27 @@ class Reciter:
         return [self.known[seed] for seed in seeds]
 
 
+@enforced("selection")
 @dataclass
 class Demonstrations(Outer):
     """The inner selection, whose groups are one demonstration each, played in the task's environment and graded by the task, in
     place of samples. One that is longer than an answer may be is left out, and so is an example without one. Mutable: the log
-    says once how many."""
+    says once how many.
+
+    sampled: the share of rollouts that the policy samples all the same, evenly spaced (lambda of GKD, arXiv 2306.13649).
+    """
 
     inner: Selection = field(default_factory=Everything)
+    sampled: Share = 0.0
     logged: bool = False
 
     def select(self, draw: Draw) -> list[Group]:
+        before, after = (floor(r * self.sampled + 1e-9) for r in (draw.r, draw.r + 1))
+        if after > before:
+            return self.inner.select(draw)
+        if draw.play is None:
+            line = "selection=demonstrations shows the answers of a task's rows, and a source gives samples of others"
+            raise UserError(f"{line}: leave source= out, or take selection=all (algo=sft_distill imitates a source)")
         draw.play, draw.size = partial(draw.play, play=self.play), 1
         return [group for group in self.inner.select(draw) if group]
 

@@ -1,6 +1,6 @@
 """A served teacher that is asked as each completion ends, while others are still being sampled (teacher.early).
 
-What fails, or was never heard of, is asked for with the rollout. Shapes: n tokens of a completion, k entries of each.
+A request that fails is made again with the rollout. Shapes: n tokens of a completion, k entries of each.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ Key = tuple[int, ...]  # the tokens up to the end of a completion
 Entries = tuple[np.ndarray, np.ndarray]  # ids [n, k] int64, and their log-probabilities [n, k] float32
 
 
-class Early:
-    """What a teacher says of completions before anyone needs it. Mutable; an event loop in a thread of its own asks.
+class Beforehand:
+    """The answers of a teacher about completions that nobody has learned from yet. Mutable; an event loop in its own thread asks.
 
     ask: from the tokens up to the end of a completion, and n, to the entries of its n tokens; None if that failed.
     """

@@ -252,7 +252,7 @@ class Lessons(UpdatePart):
 
     @property
     def shows(self) -> Demonstrations | None:
-        """What shows the policy demonstrations in place of samples or beside them, if anything does."""
+        """The player of the demonstrations that the policy sees in place of samples or beside them; None if it sees none."""
         chosen = getattr(self.rollouts, "selection", None)
         return (
             chosen if isinstance(chosen, Demonstrations) else self.beside if isinstance(self.teacher, Beside) else None

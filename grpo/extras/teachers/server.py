@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grpo.engines.logprobs import is_logprob
 from grpo.extras.network.answers import addresses
-from grpo.extras.teachers.early import Early, Entries, Key
+from grpo.extras.teachers.early import Beforehand, Entries, Key
 from grpo.extras.teachers.kinds import REMEDY, Passes, Teacher
 from grpo.extras.teachers.teaching import Teaching
 from grpo.extras.vllm_server.http import MODELS, Lost, Refused, RemoteServer
@@ -251,7 +251,7 @@ class Served(Teacher):
         urls, known = addresses(urls, "teacher.urls"), {"key_from": key_from, "alive": MODELS}
         servers = [RemoteServer(url, timeout, advice, **known) for url in urls]
         self.pool = Scorers(servers=servers, wait=wait, concurrency=concurrency, student=student)
-        self.early = Early(self.pool.at_once) if early else None
+        self.early = Beforehand(self.pool.at_once) if early else None
         self.known: dict[Key, Entries] = {}  # answers about the completions of this rollout
 
     def check(self, teaching: Teaching, temperature: float) -> None:

@@ -134,6 +134,22 @@ def test_long_ones_are_left_out_and_counted_once(parts, caplog):
         demonstrated(parts, most=2)
 
 
+@pytest.mark.parametrize(("share", "sampled"), [(0.0, []), (0.5, [1, 3, 5, 7]), (0.3, [3, 6]), (1.0, [*range(8)])])
+def test_lambda_is_the_share_of_rollouts_that_are_sampled(share, sampled):
+    """The others are demonstrations: one for each prompt, without the engine."""
+    seen = {}
+
+    def select(draw):
+        seen[draw.r] = draw.size, draw.play.keywords if draw.size == 1 else {}
+        return [["group"]]
+
+    selection = Demonstrations(SimpleNamespace(select=select), sampled=share)
+    for r in range(8):
+        assert selection.select(SimpleNamespace(r=r, size=4, play=lambda: None)) == [["group"]]
+    assert [r for r, (size, _) in seen.items() if size == 4] == sampled
+    assert all(own == ({} if size == 4 else {"play": selection.play}) for size, own in seen.values())
+
+
 def test_calls_of_tools_are_played_for_real(toy):
     folder = ROOT / "grpo/extras/demo/demo_models/calculator"
     task, renderer = Calculator(train_size=4, test_size=4), TokenizerRenderer(AutoTokenizer.from_pretrained(folder))

@@ -12,7 +12,7 @@ from helpers.learning import GROUPS, fresh, rollout
 from helpers.taught import taught
 
 from grpo.env.tokens import Completion, Turn
-from grpo.extras.teachers.early import Early
+from grpo.extras.teachers.early import Beforehand
 from grpo.extras.teachers.kinds import Passes
 from grpo.extras.teachers.server import Served
 from grpo.extras.teachers.teaching import Teaching
@@ -118,7 +118,7 @@ def test_greedy_answers_and_old_ones_are_not_kept(toy, toy_model):
         teacher.extended(batch, PLAYED, rollouts)
         rollouts.make()
         assert not teacher.early.asked
-    early = Early(None)
+    early = Beforehand(None)
     early.asked = {(1,): (0, SimpleNamespace(result=lambda: "a")), (2,): (0, SimpleNamespace(cancel=lambda: None))}
     assert early.claim([(1,)], 1) == {(1,): "a"} and [*early.asked] == [(2,)]
     assert early.claim([], 1) == {} and not early.asked
