@@ -106,7 +106,7 @@ class TemplateRenderer:
         ends one."""
         given = left_open(self._begun) if before is None else self._left_open(before)
         dropped = self._unread(tools)
-        text = given + self._thoughts.read(self._decoded([i for i in ids if i not in dropped]))
+        text = given + self._thoughts.said(self._decoded([i for i in ids if i not in dropped]))
         return replace(self._message(text, tools), given=given)
 
     def _message(self, text: str, tools: Sequence[ToolSpec]) -> Message:
@@ -223,7 +223,8 @@ class TemplateRenderer:
                 text = self._written(self._dicts(messages, way), tools, ask=False)
             except UserError:
                 return 3
-            return thoughts.oddity(self._thoughts.read(text.partition(ASKED[0].content)[2]), thought, rest)
+            tags, told = self._thoughts, text.partition(ASKED[0].content)[2]
+            return thoughts.oddity(tags.read(told), thought, rest, tags.around)
 
         ways = [partial(self._passed_on, way=way, opening=opening) for way in WAYS]
         ranks = [odd(way, talk, (), rest) + odd(way, call, [ADD], "") for way in ways]

@@ -8,8 +8,12 @@ another way has the usual tags in a message, and its own in a prompt.
 """
 
 import re
-from functools import partial
+from collections.abc import Sequence
+from functools import partial, reduce
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import yaml
 
 OPENED, CLOSED = "<think>", "</think>"
 FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -67,35 +71,35 @@ def with_thought(thought: str, text: str) -> str:
 
 class Tags(NamedTuple):
     """How a model itself marks a thought. token: the first token. name: what stands after it. end: the last
-    token."""
+    token. known: what shows that a template means them, if it does not write their end. around: what the model writes
+    before and after its answer, which is no part of a message."""
 
     token: str = OPENED
     name: str = ""
     end: str = CLOSED
+    known: str = ""
+    around: tuple[str, ...] = ()
 
     def read(self, text: str) -> str:
         """Return what the model wrote, with the tags of this module."""
         return text.replace(self.token + self.name, OPENED).replace(self.end, CLOSED)
+
+    def said(self, text: str) -> str:
+        """Return a message that the model wrote, with the tags of this module."""
+        return self.read(reduce(lambda rest, mark: rest.replace(mark, ""), self.around, text))
 
     def written(self, text: str) -> str:
         """Return a message's text as the model writes it."""
         return text.replace(OPENED, self.token + self.name).replace(CLOSED, self.end)
 
 
+TAGS = [Tags(**own) for own in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
+
+
 def tags_of(template: str) -> Tags:
-    """Return the tags that a chat template knows: those of Gemma 4, Seed-OSS or Magistral, or else the usual
+    """Return the tags that a chat template knows: the first of thoughts.yaml that it has, or else the usual
     ones."""
-    special = (
-        Tags("<|channel>", "thought", "<channel|>"),
-        Tags("<seed:think>", "", "</seed:think>"),
-        Tags("[THINK]", "", "[/THINK]"),
-    )
-    return next((tags for tags in special if tags.end in template), Tags())
-
-
-def as_it_is(written: Written, opening: str) -> Written:
-    """The text as it was sampled."""
-    return written
+    return next((tags for tags in TAGS if (tags.known or tags.end) in template), Tags())
 
 
 def opened(written: Written, opening: str) -> Written:
@@ -120,10 +124,8 @@ def in_field(written: Written, opening: str, field: str, trimmed: int) -> Writte
 def in_channels(written: Written, opening: str) -> Written:
     """As the template of gpt-oss takes it, which allows no text between a thought and a call, and writes the
     channels itself."""
-    written = written | {
-        "content": re.sub(r"<\|[a-z]+\|>", " ", written["content"])
-    }  # of a message that could not be read
-    thought, rest = parted(written["content"])
+    text = re.sub(r"<\|[a-z]+\|>", " ", written["content"])  # of a message that could not be read
+    written, (thought, rest) = written | {"content": text}, parted(text)
     if thought is None:
         return written
     if "tool_calls" in written:
@@ -132,18 +134,18 @@ def in_channels(written: Written, opening: str) -> Written:
 
 
 WAYS: tuple[Manner, ...] = (
-    as_it_is,
+    lambda written, opening: written,  # the text as it was sampled
     opened,
     *(partial(in_field, field=f, trimmed=t) for f in FIELDS for t in (2, 1, 0)),
 )
 
 
-def oddity(history: str, thought: str, rest: str) -> int:
+def oddity(history: str, thought: str, rest: str, around: Sequence[str] = ()) -> int:
     """Return how badly a template wrote a thought and what follows it: 0 if both are there, 1 if it drops the
-    thought, 2 if a tag is missing, there are two blocks, the thought stands outside of its block, or the rest
-    is lost."""
+    thought, 2 if a tag is missing, there are two blocks, the thought stands outside of its block or inside of
+    the answer, or the rest is lost. around: the marks of an answer."""
     place = history.find(thought)
     broken = not history.count(OPENED) == history.count(CLOSED) <= 1 or rest not in history
-    if broken or (place >= 0 and history[:place].rfind(OPENED) <= history[:place].rfind(CLOSED)):
-        return 2
-    return int(place < 0)
+    inside = any(0 <= history.find(mark) < history.find(OPENED) for mark in around)
+    outside = place >= 0 and history[:place].rfind(OPENED) <= history[:place].rfind(CLOSED)
+    return 2 if broken or inside or outside else int(place < 0)

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from grpo.env.messages import Message, ToolCall, message_of
 from grpo.env.scoring import UNKNOWN
-from grpo.env.thoughts import oddity, parted, with_thought
+from grpo.env.thoughts import Tags, oddity, parted, tags_of, with_thought
 from grpo.env.tokens import Completion, Turn
 from grpo.env.types import Action, State, Step, Trajectory
 from grpo.extras.tools.renderer import TokenizerRenderer
@@ -180,3 +180,79 @@ def test_the_preflight_tells_what_dropped_thoughts_cost():
     )
     odd = told(real("qwen3", **NONE), "Three.", "Yes.")
     assert odd[1].endswith("the template or the environment writes earlier turns in another way")
+
+
+# how a template writes what the model wrote: CONTENT is its text, THOUGHT its thought in a field
+TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" %}TURN{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+OPENING{% endif %}"""
+COHERE = """{% if m.reasoning %}<|START_THINKING|>{{ m.reasoning }}<|END_THINKING|>{% endif -%}
+<|START_TEXT|>{{ m.content }}<|END_TEXT|>"""
+DROPPED = "{{ (m.content.split('END')[-1] if 'END' in m.content else m.content).lstrip('\n') }}"
+# a template's turn and the opening of a prompt, what the model writes, the next prompt begins with it
+MARKED = {
+    "Command A": (COHERE, "<|START_THINKING|>", "I add.<|END_THINKING|><|START_TEXT|>Three.<|END_TEXT|>", True),
+    "Command R7B": (
+        "<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{# <|END_THINKING|> #}",
+        "",
+        "<|START_THINKING|>I add.<|END_THINKING|><|START_RESPONSE|>Three.<|END_RESPONSE|>",
+        False,
+    ),
+    "EXAONE Deep": (DROPPED.replace("END", "</thought>"), "<thought>\n", "I add.\n</thought>\n\nThree.", False),
+    "Apertus": ("{{ m.content }}{# <|inner_suffix|> #}", "", "<|inner_prefix|>I add.<|inner_suffix|>Three.", True),
+    "LongCat": ("{{ m.content }}{# </longcat_think> #}", "<longcat_think>\n", "I add.\n</longcat_think>\nThree.", True),
+    "Kimi-VL": ("{{ m.content }}{# <|media_pad|> #}", "", "◁think▷I add.◁/think▷Three.", True),
+    "Apriel 1.6": (
+        DROPPED.replace("END", "[BEGIN FINAL RESPONSE]"),
+        "Here are my reasoning steps:\n",
+        "I add.\n[BEGIN FINAL RESPONSE]\nThree.",
+        False,
+    ),
+    "Apriel 1.5": (
+        "{{ m.content }}{# [BEGIN FINAL RESPONSE] #}",
+        "",
+        "Here are my reasoning steps:\nI add.\n[BEGIN FINAL RESPONSE]\nThree.\n[END FINAL RESPONSE]",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("family", MARKED)
+def test_a_family_marks_its_thought_in_its_own_way(family, special):
+    """The message has the usual tags and no other marks; the model's own stand in the prompt. special: a tokenizer may count the
+    marks among its special tokens."""
+    turn, opening, said, kept = MARKED[family]
+    tokenizer = FAMILIES["qwen25"].tokenizer()
+    marks = [*re.findall(r"</?\|?[A-Za-z_/]+\|?>|◁/?think▷|\[[A-Z ]+\]", opening + said), "<|media_pad|>"]
+    tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in sorted({*marks})])
+    tokenizer.chat_template = TURNS.replace("TURN", turn).replace("OPENING", opening)
+    renderer = TokenizerRenderer(tokenizer)
+    prompt = renderer.prompt_ids([ASK])
+    before = prompt + spelled(tokenizer, f"{said}<|im_end|>")
+    message = renderer.parse(before[len(prompt) :], (), prompt)
+    assert message.reasoning_content == "I add." and parted(message.content)[1].strip() == "Three."
+    assert message.given == ("<think>" + opening[-1] * opening.endswith("\n") if opening else "")
+    got = renderer.prompt_ids([ASK, message, SURE], (), before)
+    assert (got[: len(before)] == before) is kept
+    history = tokenizer.decode(got).partition(ASK.content)[2].partition(SURE.content)[0]
+    assert "<think>" not in history and history.count("Three.") == 1
+    assert ("I add." in history) is (kept or family == "Apriel 1.5")  # it lacks the mark that ends the answer
+    cut = renderer.parse(spelled(tokenizer, said.partition("add")[0]), (), prompt)
+    assert cut.content.startswith("<think>") and "Three" not in cut.content and cut.reasoning_content is None
+
+
+def test_a_template_with_the_usual_tags_and_pictures_is_no_kimi_vl():
+    assert tags_of("<think></think><|media_pad|>") == Tags() == tags_of("<|im_middle|>")
+    assert tags_of("<|media_pad|>").end == "◁/think▷"
+
+
+def test_a_thought_inside_of_an_answer_is_written_badly():
+    marks = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    for history, rank in [
+        ("<|START_RESPONSE|><think>I add.</think>Three.", 2),
+        ("<think>I add.</think><|START_RESPONSE|>Three.", 0),
+        ("<|START_RESPONSE|>Three.", 1),
+    ]:
+        assert oddity(history, "I add.", "Three.", marks) == rank

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import dropwhile, takewhile
 from typing import Any, Literal, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.env.chat_dicts import ADD, ASKED, as_dicts, called
+from grpo.env.chat_dicts import ASKED, as_dicts, called
 from grpo.env.chat_template import TemplateRenderer, encoded
 from grpo.env.messages import Message, ToolCall, ToolSpec, shown
 from grpo.env.rendering import Renderer, continued_ids, message_after, message_read, rendered_prompt
-from grpo.extras.tools.tool_forms import FORMS, message_of_text
+from grpo.env.thoughts import Tags
+from grpo.extras.tools.response_templates import form_described, tags_described, template_of
+from grpo.extras.tools.tool_forms import FORMS, Form, message_of_text
 from grpo.system.errors import UserError
 from grpo.system.ranges import enforced
 
@@ -19,8 +22,9 @@ __all__ = [  # with the names that the module grpo.env.renderer had, which this 
     "rendered_prompt",
 ]  # fmt: skip
 FormName = Literal[  # of tool_forms.FORMS
-    "auto", "hermes", "llama3", "mistral", "granite", "glm", "gemma4", "lfm2", "olmo3", "deepseek", "seed", "minimax",
-    "kimi", "harmony",
+    "auto", "hermes", "llama3", "mistral", "granite", "glm", "gemma4", "functiongemma", "lfm2", "olmo3", "deepseek", "seed",
+    "minimax", "kimi", "deepseek32", "deepseek4", "command", "command_r", "apertus", "nemotron2", "hunyuan", "hy3", "longcat",
+    "phi4", "pythonic", "harmony",
 ]  # fmt: skip
 # ways in which templates take calls. text: arguments as JSON text. empty: no content beside a call. named: ids as Kimi's
 HOW: tuple[Mapping[str, bool], ...] = (
@@ -32,7 +36,10 @@ HOW: tuple[Mapping[str, bool], ...] = (
 )
 # a call and a tool with which a template is tried
 TRIED = ToolCall("find", {"text": 'a "b"\nc', "k": 2, "deep": True})
-KINDS_TRIED = {"text": {"type": "string"}, "k": {"type": "integer"}, "deep": {"type": "boolean"}}
+KINDS_TRIED = {
+    name: {"type": kind, "description": "Of it."}
+    for name, kind in (("text", "string"), ("k", "integer"), ("deep", "boolean"))
+}
 FIND = ToolSpec("find", "Find.", {"type": "object", "properties": KINDS_TRIED})
 
 
@@ -60,10 +67,11 @@ class TokenizerRenderer(TemplateRenderer):
     def _message(self, text: str, tools: Sequence[ToolSpec]) -> Message:
         if not tools and not self._channels:
             return super()._message(text, tools)
-        message = message_of_text(text, self.form if tools else "harmony", tools)
+        form = self._forms[self.form if tools else "harmony"]
+        message = message_of_text(text, form, tools)
         if tools and len(message.tool_calls) > 1 and not self._several:
             reason = f"{len(message.tool_calls)} calls in one message, and there can be one"
-            message = Message("assistant", text, error=f"{reason}; a call is written {FORMS[self.form].written}")
+            message = Message("assistant", text, error=f"{reason}; a call is written {form.written}")
         return message
 
     def _unread(self, tools: Sequence[ToolSpec]) -> set[int]:
@@ -72,7 +80,19 @@ class TokenizerRenderer(TemplateRenderer):
     @cached_property
     def _marks(self) -> set[int]:
         """The special tokens that mark a call, which are a part of the message."""
-        return self._ids_of(FORMS["harmony" if self._channels else self.form].marks)
+        return self._ids_of(self._forms["harmony" if self._channels else self.form].marks)
+
+    @cached_property
+    def _forms(self) -> dict[str, Form]:
+        """The forms that are known, and that which the tokenizer itself describes."""
+        template = template_of(self.tokenizer)
+        own = form_described(template) if template else None
+        return FORMS | ({"its own": own} if own else {})
+
+    @cached_property
+    def _thoughts(self) -> Tags:
+        known, template = super()._thoughts, template_of(self.tokenizer)
+        return (tags_described(template) if template and known == Tags() else None) or known
 
     @property
     def _how(self) -> Mapping[str, bool]:
@@ -87,9 +107,14 @@ class TokenizerRenderer(TemplateRenderer):
         advice = "take a chat model whose template knows tools, or set model.chat_template=FILE"
         if self.tokenizer.chat_template is None:
             raise UserError(f"this task has tools, and the tokenizer has no chat template to show them in: {advice}")
-        if self._text(ASKED, [ADD]) == self._text(ASKED):
+        told = self._text(ASKED, [FIND])
+        try:
+            hidden = self._text(ASKED) == told
+        except UserError:  # some templates know no conversation without tools
+            hidden = False
+        if hidden:
             raise UserError(f"this task has tools, and the chat template does not show them: {advice}")
-        self._text([*ASKED, *called(1)], [ADD])
+        self._text([*ASKED, *called(1)], [FIND])
         form, _ = self._calling
         if form is None:
             wrote = shown(self._decoded(self._call_of({})), 120)
@@ -98,18 +123,30 @@ class TokenizerRenderer(TemplateRenderer):
 
     @cached_property
     def _calling(self) -> tuple[str | None, Mapping[str, bool]]:
-        """The form of calls, None without one, and how the template takes them: what it writes must be read as the same call."""
+        """The form of calls, None without one, and how the template takes them: what it writes must be read as the same call. The
+        form that the template asks for in words goes first, since its history may spell calls in another way."""
+        template, found, shown_in = str(self.tokenizer.chat_template), None, []
+        asked = next((name for name, form in FORMS.items() if form.asked and form.asked in template), None)
         for how in HOW:
             try:
                 ids = self._call_of(how)
             except UserError:
                 continue
-            for form in FORMS if self.tool_calls == "auto" else [self.tool_calls]:
-                end = self._special - self._ids_of(FORMS[form].marks)
-                text = self._decoded(ids[: next((k for k, i in enumerate(ids) if i in end), len(ids))])
-                if message_of_text(text, form, [FIND]).tool_calls == (TRIED,):
-                    return form, how
-        return (None if self.tool_calls == "auto" else self.tool_calls), {}
+            names = self._forms if self.tool_calls == "auto" else [self.tool_calls]
+            if found := next((name for name in names if self._reads(ids, self._forms[name])), None):
+                break
+            shown_in += [how] if TRIED.name in self._decoded(ids) else []
+        else:
+            how = shown_in[0] if shown_in else {}
+        if self.tool_calls != "auto":
+            return self.tool_calls, how
+        return (asked if found or shown_in else None) or found, how
+
+    def _reads(self, ids: Sequence[int], form: Form) -> bool:
+        """Whether a form reads the call that the template writes."""
+        end = self._special - self._ids_of(form.marks)
+        turn = takewhile(lambda i: i not in end, dropwhile(lambda i: i in end, ids))
+        return message_of_text(self._decoded([*turn]), form, [FIND]).tool_calls == (TRIED,)
 
     def _call_of(self, how: Mapping[str, bool]) -> tuple[int, ...]:
         """Return what the template writes after a question for a call and its answer."""
@@ -124,6 +161,6 @@ class TokenizerRenderer(TemplateRenderer):
     def _several(self) -> bool:
         """Whether a message may have several calls: the template of Llama 3.1 raises at two."""
         try:
-            return bool(self._text([*ASKED, *called(2)], [ADD]))
+            return bool(self._text([*ASKED, *called(2)], [FIND]))
         except UserError:
             return False

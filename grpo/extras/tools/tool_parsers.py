@@ -84,7 +84,8 @@ def inside(values: Sequence[Any]) -> list[Any]:
 
 class Xml(NamedTuple):
     """How a call with one element per argument is written. name, key: patterns. broken: the complaint about a name that cannot be
-    read. value_end, end: what ends a value, and the call. line: values stand on lines of their own."""
+    read. value_end, end: what ends a value, and the call. line: values stand on lines of their own. A second group of `key` tells
+    whether the value is a text (true) or JSON (false)."""
 
     name: str
     broken: str
@@ -97,19 +98,40 @@ class Xml(NamedTuple):
 def xml_call(reader: Reader, tools: Sequence[ToolSpec], xml: Xml) -> ToolCall:
     """Reads the next call. Values get the types of the tool's schema."""
     name = reader.need(xml.name, xml.broken)[1].strip()
-    arguments = {}
-    schema = {tool.name: tool.parameters for tool in tools}.get(name, {})
-    schemas = schema.get("properties", {})
+    arguments: dict[str, Any] = {}
+    schema, schemas = schemas_of(name, tools)
     while opened := reader.take(xml.key):
         key, start, end = opened[1].strip(), opened.end(), reader.text.find(xml.value_end, opened.end())
         if end < 0:
             raise Malformed(f"{xml.value_end} is missing after {shown(opened[0].strip())}")
         value = reader.text[start:end]
         value = value.removeprefix("\n").removesuffix("\n") if xml.line else value
-        arguments[key] = converted(value, schemas.get(key, {}), schema)
+        told = opened[2] if opened.re.groups > 1 else None
+        if told:
+            arguments[key] = value if told == "true" else decoded(value)
+        else:
+            arguments[key] = converted(value, schemas.get(key, {}), schema)
         reader.at = end + len(xml.value_end)
     reader.need(xml.end, f"{xml.end} is missing after the parameters of {shown(name)}")
     return ToolCall(name, arguments)
+
+
+def schemas_of(name: str, tools: Sequence[ToolSpec]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the schema of a tool's arguments, and those of each argument; empty ones for an unknown tool."""
+    schema = {tool.name: tool.parameters for tool in tools}.get(name, {})
+    return schema, schema.get("properties", {})
+
+
+def typed(call: ToolCall, tools: Sequence[ToolSpec]) -> dict[str, Any]:
+    """Return the arguments of a call in which values may be written as texts: a text becomes what its schema wants, unless that
+    may be a text."""
+    schema, schemas = schemas_of(call.name, tools)
+
+    def as_wanted(value: Any, wanted: Any) -> Any:
+        kept = not isinstance(value, str) or "string" in kinds_in(wanted, schema)
+        return value if kept else converted(value, wanted, schema)
+
+    return {key: as_wanted(value, schemas.get(key, {})) for key, value in call.arguments.items()}
 
 
 def python_calls(text: str) -> Iterator[ToolCall]:

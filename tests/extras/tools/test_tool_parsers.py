@@ -60,6 +60,31 @@ def kimi(name: str, arguments: str) -> str:
 V3, V3_B = ('function<｜tool▁sep｜>f\n```json\n{"x": 1}\n```', 'function<｜tool▁sep｜>g\n```json\n{"y": "{]"}\n```')
 V31 = 'f<｜tool▁sep｜>{"x": 1}'
 F = "<function=f></function>"
+
+
+def dsml(*parameters: str) -> str:
+    """A call of `write` in DeepSeek 3.2's form. parameters: the name, whether it is a text, and the value."""
+    mark, each = "｜DSML｜", zip(*[iter(parameters)] * 3, strict=True)
+    inside = "".join(f'<{mark}parameter name="{k}" string="{t}">{v}</{mark}parameter>\n' for k, t, v in each)
+    return f'<{mark}function_calls>\n<{mark}invoke name="write">\n{inside}</{mark}invoke>\n</{mark}function_calls>'
+
+
+def hy3(*pairs: str) -> str:
+    """A call of `write` in Hy3's form. pairs: keys and values."""
+    end = ":opensource>"
+    inside = "".join(
+        f"<arg_key{end}{k}</arg_key{end}\n<arg_value{end}{v}</arg_value{end}\n"
+        for k, v in zip(*[iter(pairs)] * 2, strict=True)
+    )
+    return f"<tool_calls{end}\n<tool_call{end}write<tool_sep{end}\n{inside}</tool_call{end}\n</tool_calls{end}"
+
+
+COHERE_A, COHERE_B = (
+    '{"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}}',
+    '{"tool_name": "g", "parameters": {"y": "{]"}}',
+)
+NESTED = {"more": {"a": None, "b": [True, "é"]}}
+JSON_NESTED = '{"name": "write", "arguments": {"more": {"a": null, "b": [true, "é"]}}}'
 GOOD = [
     ("hermes", "There are 3.", said("There are 3.")),
     ("hermes", BLOCK_A, said("", A)),
@@ -142,6 +167,99 @@ GOOD = [
     ),
     ("kimi", kimi("functions.f:0", '{"x": 1}') + " ", said("", A)),
     ("kimi", kimi("g:12", '{"y": "{]"}'), said("", B)),
+    (
+        "gemma4",
+        '<|tool_call>call:write{more:{a:None,b:[true,None]},text:<|"|>None<|"|>}<tool_call|>',
+        said("", ToolCall("write", {"more": {"a": None, "b": [True, None]}, "text": "None"})),
+    ),
+    (
+        "functiongemma",
+        "Hm.<start_function_call>call:write{more:{a:None,b:[true,<escape>é{,}<escape>]},times:2}<end_function_call>",
+        said("Hm.", ToolCall("write", {"more": {"a": None, "b": [True, "é{,}"]}, "times": 2})),
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:f{x:1}<end_function_call><start_function_call>call:g{y:<escape>{]<escape>}"
+        "<end_function_call>",
+        said("", A, B),
+    ),
+    (
+        "deepseek32",
+        "I look.\n\n" + dsml("text", "true", "3", "times", "false", "3", "more", "false", '{"a": null}'),
+        said("I look.\n", ToolCall("write", {"text": "3", "times": 3, "more": {"a": None}})),
+    ),
+    (
+        "deepseek32",
+        dsml("text", "true", '<b> "é"\n', "loud", "false", "true"),
+        said("", ToolCall("write", {"text": '<b> "é"\n', "loud": True})),
+    ),
+    (
+        "deepseek32",
+        dsml().replace("</｜DSML｜function", '<｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜function'),
+        said("", ToolCall("write", {}), ToolCall("f", {})),
+    ),
+    (
+        "deepseek4",
+        dsml("times", "false", "3").replace("function_calls", "tool_calls"),
+        said("", ToolCall("write", {"times": 3})),
+    ),
+    (
+        "command",
+        f"<think>p</think><|START_ACTION|>[\n    {COHERE_A},\n    {COHERE_B}\n]<|END_ACTION|>",
+        said("<think>p</think>", A, B),
+    ),
+    (
+        "command_r",
+        f"Plan: I look.\nAction:\n```json\n[\n    {COHERE_A},\n    {COHERE_B}\n]```\n",
+        said("Plan: I look.", A, B),
+    ),
+    ("command_r", f"Action: ```json\n[{COHERE_B}]\n```", said("", B)),
+    ("command_r", "Action: none is needed.", said("Action: none is needed.")),
+    ("apertus", 'See.<|tools_prefix|>[{"f": {"x": 1}}, {"g": {"y": "{]"}}]<|tools_suffix|>', said("See.", A, B)),
+    ("apertus", '<|tools_prefix|>[{"f": "{\\"x\\": 1}"}]<|tools_suffix|>', said("", A)),
+    ("nemotron2", f"<think>\na</think>\n<TOOLCALL>[{JSON_A}, {JSON_B}]</TOOLCALL>\n", said("<think>\na</think>", A, B)),
+    ("hunyuan", f"Hm.<tool_calls>[{JSON_A}, {JSON_NESTED}]</tool_calls>", said("Hm.", A, ToolCall("write", NESTED))),
+    ("hunyuan", f"<tool_calls>\n{JSON_A}\n{JSON_B}\n</tool_calls>", said("", A, B)),  # MiniMax M1
+    (
+        "hunyuan",
+        '<tool_calls><tool_call>f\n```json\n{"x": 1}\n```</tool_call><tool_call>g\n```json\n{"y": "{]"}\n```</tool_call>'
+        "</tool_calls>",
+        said("", A, B),
+    ),
+    (
+        "hy3",
+        "Hm." + hy3("text", " a <b>", "times", "3", "more", '{"a": null}'),
+        said("Hm.", ToolCall("write", {"text": " a <b>", "times": 3, "more": {"a": None}})),
+    ),
+    (
+        "longcat",
+        f"Hm.\n<longcat_tool_call>\n{JSON_A}\n</longcat_tool_call>\n<longcat_tool_call>{JSON_B}</longcat_tool_call>",
+        said("Hm.", A, B),
+    ),
+    (
+        "longcat",
+        "<longcat_tool_call>write\n<longcat_arg_key>times</longcat_arg_key>\n<longcat_arg_value>3</longcat_arg_value>\n"
+        "<longcat_arg_key>text</longcat_arg_key>\n<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>",
+        said("", ToolCall("write", {"times": 3, "text": "3"})),
+    ),
+    ("phi4", f"functools[{JSON_A}, {JSON_B}]", said("", A, B)),
+    ("phi4", f"Hm.<|tool_call|>[{JSON_A}]<|/tool_call|>", said("Hm.", A)),
+    (
+        "phi4",
+        f"<|tool_call|>{JSON_A}<|/tool_call|><|tool_call|>{JSON_NESTED}<|/tool_call|>",
+        said("", A, ToolCall("write", NESTED)),
+    ),
+    ("phi4", "functools has reduce.", said("functools has reduce.")),
+    ("pythonic", "[f(x=1), g(y='{]')]", said("", A, B)),
+    (
+        "pythonic",
+        '<|python_start|>[write(times="3", text="3", loud="True", more={"a": None, "b": [true, "é"]})]<|python_end|>',
+        said("", ToolCall("write", {"times": 3, "text": "3", "loud": True, **NESTED})),
+    ),
+    ("pythonic", "<think>[f(x=2)]</think>\n[f(x=1)]", said("<think>[f(x=2)]</think>", A)),
+    ("pythonic", "[f()]", said("", ToolCall("f", {}))),
+    ("pythonic", "I call [f(x=1)]", said("I call [f(x=1)]")),
+    ("pythonic", "[f(x) = 1] is an equation", said("[f(x) = 1] is an equation")),
     ("harmony", "<|channel|>final<|message|>There are 3.<|return|>", said("There are 3.")),
     (
         "harmony",
@@ -223,6 +341,49 @@ BAD = [
     ("minimax", "<minimax:tool_call><invoke name=f></invoke></minimax:tool_call>", '<invoke name="NAME"> is broken'),
     ("kimi", kimi("f", "{}"), "no call stands after"),
     ("kimi", kimi("f:0", "[]"), r"the arguments must be an object, not \[\]"),
+    ("gemma4", "<|tool_call>call:f{x:Nothing}<tool_call|>", "the JSON is broken"),
+    (
+        "functiongemma",
+        "<start_function_call>call:f{x:<escape>a",
+        "<end_function_call> is missing after the call of 'f'",
+    ),
+    ("functiongemma", "<start_function_call>call:f{x:a}<end_function_call>", "the JSON is broken"),
+    ("deepseek32", dsml("more", "false", "{x"), "the JSON is broken"),
+    ("deepseek32", dsml("more", "maybe", "1"), "</｜DSML｜invoke> is missing after the parameters of 'write'"),
+    ("deepseek32", dsml("text", "true", "a").split("</")[0], "</｜DSML｜parameter> is missing"),
+    ("deepseek4", "<｜DSML｜tool_calls></｜DSML｜tool_calls>", '<｜DSML｜invoke name="NAME"> is broken'),
+    ("command", f"<|START_ACTION|>[{COHERE_A}", "the JSON is broken, .* at the end"),
+    ("command", f"<|START_ACTION|>[{COHERE_A}]", r"<\|END_ACTION\|> is missing after the call of 'f'"),
+    ("command", f"<|START_ACTION|>[{JSON_A}]<|END_ACTION|>", "the call has no name"),
+    ("command", "<|START_ACTION|>[]<|END_ACTION|>", r"no call stands after <\|START_ACTION\|>"),
+    ("command", "<|START_ACTION|>3<|END_ACTION|>", "a call is an object, not 3"),
+    ("command_r", f"Action: ```json [{COHERE_A}]", "``` is missing after the call of 'f'"),
+    ("command_r", f"Action: ```json [{COHERE_A}]``` then", "'then' stands after the call"),
+    ("command_r", "Action: ```json []```", "no call stands after Action:"),
+    (
+        "apertus",
+        '<|tools_prefix|>[{"f": {"x": 1}, "g": {}}]<|tools_suffix|>',
+        "a call is an object whose one key is the tool's name",
+    ),
+    ("apertus", '<|tools_prefix|>[{"f": [1]}]<|tools_suffix|>', r"the arguments must be an object, not \[1\]"),
+    ("nemotron2", f"<TOOLCALL>[{JSON_A}]", "</TOOLCALL> is missing after the call of 'f'"),
+    ("nemotron2", '<TOOLCALL>[{"name": "f", "arguments": {x}}]</TOOLCALL>', "the JSON is broken"),
+    ("hunyuan", f"<tool_calls>[{JSON_A}", "the JSON is broken, .* at the end"),
+    ("hunyuan", '<tool_calls><tool_call>f\n```json\n{"x": 1}', "</tool_call> is missing after the call of 'f'"),
+    ("hy3", hy3("times", "3").split("</arg_value")[0], "</arg_value:opensource> is missing"),
+    (
+        "hy3",
+        "<tool_calls:opensource>[]</tool_calls:opensource>",
+        "<tool_call:opensource>NAME<tool_sep:opensource> is broken",
+    ),
+    ("longcat", f"<longcat_tool_call>{JSON_A}", "</longcat_tool_call> is missing after the call of 'f'"),
+    ("longcat", "<longcat_tool_call>[]</longcat_tool_call>", "the call has no name"),
+    ("phi4", f"functools[{JSON_A}", "the JSON is broken"),
+    ("phi4", f"functools[{JSON_A}] then", "'then' stands after the call"),
+    ("phi4", "<|tool_call|>3", "after functools there is no list of calls"),
+    ("pythonic", "[f(x=1", "the calls cannot be read as Python"),
+    ("pythonic", "[f(x=1)] I hope", "the calls cannot be read as Python"),
+    ("pythonic", "[f(x=y)]", "the arguments of 'f' are no plain values"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>{x}<|call|>", "the JSON is broken"),
     ("harmony", "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final", r"<\|message\|> is missing"),
     ("harmony", "Hm.<|channel|>final<|message|>3", "a message begins with its channel"),
@@ -368,7 +529,7 @@ def test_no_text_is_too_much(form):
     ]
     pieces += ["[ARGS]", "<|python_tag|>", "<function=f>", "<parameter=x>", "</parameter>", "null", '"arguments"']
     kinds = set()
-    for _ in range(4000):
+    for _ in range(2000):
         text = rng.choice(texts)
         for _ in range(rng.randrange(1, 5)):
             start = rng.randrange(len(text) + 1)
