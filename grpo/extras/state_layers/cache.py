@@ -1,7 +1,7 @@
 """A KV cache for models whose layers carry a state: that after a prompt is computed once, and copied for each of its samples.
 
-What a layer carries is in one list for each pass: of a convolution the last tokens, of a scan the state. Functions of a model are
-called in the same order in each pass, and their number in it tells them apart.
+A convolution carries its last tokens on, a scan its state. A model calls these functions in the same order in each pass, and
+their number in it tells them apart.
 
 Shapes: B rows (unfinished samples), D channels.
 """

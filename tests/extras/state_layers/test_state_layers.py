@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.architectures import alone, made
+from helpers.models import agree, batch_of, gap, measured
 from torch import Tensor
 
 from grpo.engines.builtin.engine import TransformersEngine
@@ -12,8 +14,6 @@ from grpo.extras.state_layers.following import Following, follow, way_of
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.packed_attention import PLAN, Packed
 from grpo.models.packing import trusted
-from helpers.architectures import alone, made
-from helpers.models import agree, batch_of, gap, measured
 
 # two prompts, the first with three rows, one of which is empty; their tokens are their values
 PROMPTS, ROWS = [(1, 2, 3), (5,)], [[(10,), (), (20, 30)], [(7, 8)]]
