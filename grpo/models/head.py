@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from grpo.models.adapted import without_adapter
+from grpo.models.temperature import temperatures
 from grpo.models.token_scores import OfLogits, gradient_of_logits, scores_of_logits, temperature_at
+from grpo.objectives.batch import TokenBatch
+from grpo.system.memory import sent
 
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
 
@@ -26,6 +29,18 @@ LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32
 def logits_at_once(device: str) -> int:
     """Return how many logits are computed in one product on a type of device."""
     return LOGITS_AT_ONCE.get(device, 1 << 25)
+
+
+def of_states(
+    model: nn.Module, states: Tensor, batch: TokenBatch, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `logprobs.completion_logprobs` does. states: those before the sampled tokens, [n, hidden]."""
+    host = batch.host or batch
+    # the host does not wait for the device
+    targets = sent(host.ids[:, batch.prompt_width :][host.mask], batch.ids.device)
+    values = token_values(model, states, targets, temperatures(batch, temperature, packed=True), entropy_gradient)
+    nothing = torch.zeros_like(batch.rollout_logprobs)
+    return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
 
 
 def token_values(

@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from grpo.models.head import of_logits, token_values
-from grpo.models.packed_attention import Kernel, attending, pack
+from grpo.models.head import of_logits, of_states
+from grpo.models.packed_attention import Kernel, states_by_plan
 from grpo.models.temperature import temperatures
 from grpo.objectives.batch import TokenBatch
-from grpo.system.memory import sent
 
 Layout = Literal["padded", "packed", "shared_prompt"]
 
@@ -34,15 +33,8 @@ def completion_logprobs(
     if layout == "padded":
         logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
         return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
-    plan, places = pack(batch, layout == "shared_prompt", kernel)
-    with attending(model):
-        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
-    hidden = states.last_hidden_state[0].index_select(0, places)
-    host = batch.host or batch
-    targets = sent(host.ids[:, batch.prompt_width :][host.mask], batch.ids.device)
-    values = token_values(model, hidden, targets, temperatures(batch, temperature, packed=True), entropy_gradient)
-    nothing = torch.zeros_like(batch.rollout_logprobs)
-    return tuple(nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
+    states = states_by_plan(model.get_decoder(), batch, layout == "shared_prompt", kernel)
+    return of_states(model, states, batch, temperature, entropy_gradient)
 
 
 def padded(model: nn.Module, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

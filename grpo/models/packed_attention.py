@@ -11,6 +11,7 @@ heads, K key heads.
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from grpo.objectives.batch import TokenBatch
 from grpo.system.memory import sent
 
 NAME = "grpo"
+# the plan of the pass, for layers that get no arguments of attention
+PLAN: ContextVar["AttentionPlan | None"] = ContextVar("plan", default=None)
 # the arguments that a plan follows; the values of others with which they change nothing; and what some others mean
 FOLLOWED = {"plan", "scaling", "sliding_window", "position_ids", "use_cache"}
 NOTHING = {"dropout": 0.0, "is_causal": True} | dict.fromkeys(("output_attentions", "output_router_logits"), False)
@@ -66,16 +69,17 @@ AttentionInterface.register(NAME, by_plan)
 
 
 @contextmanager
-def attending(model: nn.Module, name: str = NAME):
+def attending(model: nn.Module, name: str = NAME, plan: "AttentionPlan | None" = None):
     """In this `with`, `model` uses the attention function of this name. Ours follows the plan that the model
-    is called with: `model(..., plan=plan)`."""
+    is called with: `model(..., plan=plan)`. plan: what other layers follow (`PLAN`)."""
     config = model.config.get_text_config()
-    before = config._attn_implementation
+    before, token = config._attn_implementation, PLAN.set(plan)
     config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = before
+        PLAN.reset(token)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -217,6 +221,14 @@ def padded_places(starts: Tensor, lengths: Tensor) -> Tensor:
 def take(x: Tensor, places: Tensor) -> Tensor:
     """Return x at these places, [n, H, L, D]. x: [T, H, D]; places: [n, L]."""
     return x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def states_by_plan(decoder: nn.Module, batch: TokenBatch, share: bool, kernel: "Kernel | None") -> Tensor:
+    """Return a decoder's last hidden state before each sampled token, [n, hidden], of a row that `pack` makes."""
+    plan, places = pack(batch, share, kernel)
+    with attending(decoder, plan=plan):
+        states = decoder(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+    return states.last_hidden_state[0].index_select(0, places)
 
 
 def pack(batch: TokenBatch, share: bool, kernel: Kernel | None = None) -> tuple[Packed, Tensor]:

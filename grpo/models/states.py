@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from grpo.models.head import token_values
+from grpo.models.head import of_states
 from grpo.models.logprobs import Layout
-from grpo.models.packed_attention import Kernel, attending, pack
-from grpo.models.temperature import temperatures
+from grpo.models.packed_attention import Kernel, states_by_plan
 from grpo.objectives.batch import TokenBatch
 from grpo.system.memory import sent
 
@@ -23,10 +22,7 @@ def states_before(
 ) -> Tensor:
     """Return a decoder's last hidden state before each sampled token, [n, hidden], ordered as `batch.mask`."""
     if layout != "padded":
-        plan, places = pack(batch, layout == "shared_prompt", kernel)
-        with attending(model):
-            states = model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
-        return states.last_hidden_state[0].index_select(0, places)
+        return states_by_plan(model, batch, layout == "shared_prompt", kernel)
     seen = batch.attention_mask
     positions = (seen.cumsum(dim=1) - 1).clamp(min=0)
     states = model(input_ids=batch.ids, attention_mask=seen, position_ids=positions, use_cache=False).last_hidden_state
@@ -46,13 +42,7 @@ def logprobs_and_states(
 ) -> tuple[Tensor, ...]:
     """Return what `completion_logprobs` does, and what each reader makes of the hidden states. learns: whether the
     log-probabilities need a gradient; without one the head is spared a backward pass."""
-    states, host = states_before(model.get_decoder(), batch, layout, kernel), batch.host or batch
-    targets = sent(
-        host.ids[:, batch.prompt_width :][host.mask], batch.ids.device
-    )  # the host does not wait for the device
+    states = states_before(model.get_decoder(), batch, layout, kernel)
     with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-        heat = temperatures(batch, temperature, packed=True)
-        values = token_values(model, states, targets, heat, entropy_gradient)
-    nothing = torch.zeros_like(batch.rollout_logprobs)
-    logprobs, entropy = (nothing.masked_scatter(batch.mask, of_tokens) for of_tokens in values)
+        logprobs, entropy = of_states(model, states, batch, temperature, entropy_gradient)
     return logprobs, entropy, *(reader(model, states, batch) for reader in readers)

@@ -17,9 +17,8 @@ def temperatures(batch: TokenBatch, temperature: float, packed: bool = False) ->
     every = torch.where(batch.temperature > 0, batch.temperature, temperature)  # [B, C]
     if not packed:
         return every
-    sampled = (
-        (batch.host or batch).mask.cpu().flatten().nonzero()[:, 0]
-    )  # of the host, which must not wait for a device
+    # of the host, which must not wait for a device
+    sampled = (batch.host or batch).mask.cpu().flatten().nonzero()[:, 0]
     return every.flatten().index_select(0, sent(sampled, every.device))
 
 

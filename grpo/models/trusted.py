@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from grpo.models import FOLLOWERS
 from grpo.models.packed_attention import Unplanned, attending
 from grpo.system.errors import StopError
 
@@ -32,6 +33,8 @@ def objection(model: nn.Module, tried: Callable[[], str], by_plan: bool = True) 
     tried: computes a few tokens in that way, and returns their error as text, or "". by_plan: that way uses
     an attention plan.
     """
+    for follow in FOLLOWERS:
+        follow(model)
     try:
         why = (by_plan and MaskProbe(model).wrong) or tried()
     except (torch.OutOfMemoryError, StopError):

@@ -13,6 +13,7 @@ ROWS = re.findall(r"^(\| (\w+)[^|]* \|[^|]*\|[^|]*\|) ([^|]*`\w+Config`[^|]*) \|
 QUICK = "Qwen 3 MoE|Qwen 3.5, text|gpt-oss|DeepSeek V3|Granite 4|Nemotron-H|RWKV|MiniMax|Llama 4, text".split("|")
 
 
+@pytest.mark.extras("state_layers")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in ARCHITECTURES]
 )

@@ -102,6 +102,13 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {  # name: configuration, what diff
     ),
     "LFM 2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "LFM 2 MoE": ("Lfm2MoeConfig", EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "Kimi Linear": (
+        "KimiLinearConfig",
+        MLA | LOCAL | {"q_lora_rank": None, "moe_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"],
+                       "linear_head_dim": 16, "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "OLMo Hybrid": ("OlmoHybridConfig", LINEAR),
+    "Falcon Mamba": ("FalconMambaConfig", {"state_size": 8}),
     "Mamba": ("MambaConfig", {"state_size": 8}),
     "Mamba 2": ("Mamba2Config", {"num_heads": 8, "n_groups": 1, "state_size": 8, "expand": 2, "head_dim": 16}),
     "Falcon-H1": ("FalconH1Config", MAMBA | {"mamba_d_ssm": 128}),
@@ -200,8 +207,10 @@ def layout_of(model: nn.Module, batch: TokenBatch) -> str:
     assert (logprobs - alone(model, batch)).abs().max() < 1e-5
     without = {name for name, p in model.named_parameters() if p.requires_grad and name not in gradients}
     assert all(".indexer." in name for name in without)  # DeepSeek V3.2 chooses with it which tokens to see
+    # with a gated delta rule the gradients of both layouts, and of rows alone, are up to 2.4e-5 from those in float64
+    rough = any(type(module).__name__.endswith("DeltaNet") for module in model.modules())
     if layout != "padded":
-        agree(model, batch, layout)
+        agree(model, batch, layout, of_gradients=3e-5 if rough else 1e-5)
     return layout
 
 

@@ -42,7 +42,6 @@ FAMILIES = {  # configuration, text, images
         SEEN | {"model_type": "pixtral", "image_size": 16},
     ),
 }
-PADDED = {"qwen3_5"}  # it has a recurrent state
 
 
 def made(family: str, folder, toy) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.models import agree, batch_of
-from helpers.multimodal import FAMILIES, PADDED, made
+from helpers.multimodal import FAMILIES, made
 from helpers.runs import learned
 from peft import LoraConfig
 from transformers import AutoModelForImageTextToText
@@ -17,14 +17,13 @@ from grpo.models.policy import with_adapter
 from grpo.models.pretrained import Pretrained
 
 
+@pytest.mark.extras("state_layers")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_language_model_of_a_whole_one_learns(family, tmp_path, toy):
     model = Pretrained(made(family, tmp_path, toy)).model()
-    layout = "padded" if family in PADDED else "shared_prompt"
-    assert trusted(model, "shared_prompt")[0] == layout
-    assert (cache_for(model)[1] == "") == (family not in PADDED)
+    assert trusted(model, "shared_prompt")[0] == "shared_prompt" and not cache_for(model)[1]
     assert head.factor_of(model, 128) == (None if family == "gemma4" else 1)
-    agree(model, batch_of([(9, [5, 8, 1, 3]), (4, [2, 6])]), layout)
+    agree(model, batch_of([(9, [5, 8, 1, 3]), (4, [2, 6])]), "shared_prompt")
     parameters = dict(model.named_parameters())
     learns = {name for name, p in parameters.items() if p.requires_grad}
     assert learns == {name for name, p in parameters.items() if p.grad is not None}

@@ -35,6 +35,7 @@ from grpo.system.ranges import Count, enforced
 log = logging.getLogger(__name__)
 
 Cache = type[KVCache] | type[PaddedCache]
+CACHES: list[type[KVCache]] = [KVCache]  # tried before PaddedCache; one of `FOLLOWERS` may append others at the first
 STEPS = {"cpu": 1}  # tokens until the host looks for rows that have ended, for which it waits; 16 on a device
 EXACT = 1e-4  # largest allowed error of log-probabilities in float32
 # the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
@@ -141,8 +142,9 @@ def cache_for(model: nn.Module) -> tuple[Cache, str]:
     is wrong."""
     if is_plain_llama(model) and not cache_objection(LlamaCache, model):
         return LlamaCache, ""
-    if not (why := cache_objection(KVCache, model)):
-        return KVCache, ""
+    for cache in CACHES:
+        if not (why := cache_objection(cache, model)):
+            return cache, ""
     if other := cache_objection(PaddedCache, model):
         raise UserError(f"the built-in engine cannot sample from {type(model).__name__} ({other}): set engine=vllm")
     return PaddedCache, why

@@ -1,0 +1,104 @@
+"""A KV cache for models whose layers carry a state: that after a prompt is computed once, and copied for each of its samples.
+
+A convolution carries its last tokens on, a scan its state. A model calls these functions in the same order in each pass, and
+their number in it tells them apart.
+
+Shapes: B rows (unfinished samples), D channels.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo.engines.builtin.engine import CACHES
+from grpo.engines.builtin.kv_cache import KVCache, Prefill
+from grpo.extras.state_layers.calls import Convolution, Scan
+from grpo.extras.state_layers.following import follow
+from grpo.extras.state_layers.packed import InPacked
+from grpo.models.packed_attention import AttentionPlan, attending
+
+
+class StateCache(KVCache):
+    """Keys, values and states of the unfinished samples. It is the `Mixing` of a step, too."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.after_prompts: dict[int, list[Tensor]] = {}  # by the prompt's number: what each function carries, [1, ...]
+        self.of_samples: list[Tensor] = []  # what each function carries, [B, ...]
+
+    def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
+        inputs = {"input_ids": ids, "position_ids": positions, "logits_to_keep": logits_to_keep}
+        self.number = 0
+        with attending(self.model, plan=StatePrefill(self, plan) if isinstance(plan, Prefill) else self):
+            return self.model(**inputs, plan=plan, use_cache=False).logits[0]
+
+    def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
+        new, logits = super().admit(waiting)
+        if new:
+            joined = [
+                torch.cat(each) for each in zip(*(self.after_prompts[self.prompt_of[i]] for i in new), strict=True)
+            ]
+            here = self.of_samples or [x[:0] for x in joined]
+            self.of_samples = [torch.cat(pair) for pair in zip(here, joined, strict=True)]
+        return new, logits
+
+    def drop(self, ended: Collection[int]) -> list[int]:
+        order = super().drop(ended)
+        self.after_prompts = {u: carried for u, carried in self.after_prompts.items() if u in self.prompts}
+        self.of_samples = [x[order] for x in self.of_samples]
+        return order
+
+    def convolve(self, convolution: Convolution) -> Tensor:
+        """Append a token of each row. x: [1, D, B]."""
+        x = torch.cat([self.of_samples[self.number], convolution.x[0].T[..., None]], dim=2)  # [B, D, width]
+        self.carry(x[..., 1:])
+        return convolution.of(x)[..., -1].T[None]
+
+    def scan(self, scan: Scan) -> Any:
+        """Change each row's state by its token, one of B in the packed row."""
+        each = torch.arange(len(self.rows), device=self.device)[:, None]
+        out, state = scan.of(
+            scan.at(each, torch.zeros_like(each, dtype=torch.bool)), self.of_samples[self.number], True
+        )
+        self.carry(state)
+        return scan.result(out.transpose(0, 1))
+
+    def carry(self, now: Tensor) -> None:
+        """Store what the present function carries on, [B, ...]."""
+        self.of_samples[self.number] = now
+        self.number += 1
+
+
+class StatePrefill(InPacked):
+    """The functions of a pass that reads prompts: it stores what is carried on after each."""
+
+    def __init__(self, cache: StateCache, plan: Prefill) -> None:
+        super().__init__(plan)
+        self.cache, self.read = cache, cache.prompts[-len(plan.kept) :]
+
+    def convolve(self, convolution: Convolution) -> Tensor:
+        lengths = torch.tensor([len(self.cache.texts[u]) for u in self.read])
+        last = lengths[:, None] + torch.arange(1 - convolution.width, 0)  # [n, width - 1]
+        last, nothing = last.clamp(min=0).to(self.plan.device), (last < 0).to(self.plan.device)
+        x = convolution.x[0].T[self.plan.kept.gather(1, last)].masked_fill(nothing[..., None], 0.0)
+        self.store(x.transpose(1, 2))
+        return super().convolve(convolution)
+
+    def scan(self, scan: Scan) -> Any:
+        out, states = self.scanned(scan, final=True)
+        self.store(states)
+        return scan.result(out)
+
+    def store(self, carried: Sequence[Tensor]) -> None:
+        """Store what a function carries on after each prompt, [n, ...]."""
+        for u, one in zip(self.read, carried, strict=True):
+            self.cache.after_prompts.setdefault(u, []).append(one[None])
+
+
+def prepare(model: nn.Module) -> None:
+    """Let the layers of a model that carry a state follow plans, and the engine try a cache of states."""
+    if follow(model) and StateCache not in CACHES:
+        CACHES.append(StateCache)
