@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo.models.packed_attention import attending
+from grpo.models.packed_attention import PLAN, attending
 from grpo.system.errors import UserError
 
 
@@ -35,10 +35,10 @@ def recomputing(model: nn.Module, active: bool = True):
     """
 
     def forgotten(forward, *args, **kwargs):
-        name = model.config.get_text_config()._attn_implementation
+        name, plan = model.config.get_text_config()._attn_implementation, PLAN.get(None)
 
         def once(*args, **kwargs):
-            with attending(model, name):  # the backward pass runs outside the caller's `with`
+            with attending(model, plan, name):  # the backward pass runs outside the caller's `with`
                 return forward(*args, **kwargs)
 
         # evaluation mode draws no random numbers

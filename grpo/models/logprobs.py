@@ -35,8 +35,8 @@ def completion_logprobs(
         logprobs, entropy = padded(model, batch, temperature, entropy_gradient)
         return logprobs.masked_fill(~batch.mask, 0.0), entropy.masked_fill(~batch.mask, 0.0)
     plan, places = pack(batch, layout == "shared_prompt", kernel)
-    with attending(model):
-        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+    with attending(model, plan):
+        states = model.get_decoder()(input_ids=plan.ids, position_ids=plan.positions, use_cache=False)
     hidden = states.last_hidden_state[0].index_select(0, places)
     host = batch.host or batch
     targets = sent(host.ids[:, batch.prompt_width :][host.mask], batch.ids.device)

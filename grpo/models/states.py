@@ -24,8 +24,8 @@ def states_before(
     """Return a decoder's last hidden state before each sampled token, [n, hidden], ordered as `batch.mask`."""
     if layout != "padded":
         plan, places = pack(batch, layout == "shared_prompt", kernel)
-        with attending(model):
-            states = model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+        with attending(model, plan):
+            states = model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False)
         return states.last_hidden_state[0].index_select(0, places)
     seen = batch.attention_mask
     positions = (seen.cumsum(dim=1) - 1).clamp(min=0)
