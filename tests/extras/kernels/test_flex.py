@@ -6,8 +6,10 @@ import random
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from helpers.models import SIZES, batch_of, measured, model_of
+from helpers.architectures import made
+from helpers.models import SIZES, agree, batch_of, measured, model_of
 from torch._dynamo.utils import counters
+from transformers import AttentionInterface
 
 from grpo.extras.forecast.imagined import Live
 from grpo.extras.kernels import flex
@@ -15,7 +17,7 @@ from grpo.extras.kernels.agreement import gradient_disagreement
 from grpo.extras.kernels.flex import FLEX, FlexKernel
 from grpo.models import packing
 from grpo.models.logprobs import completion_logprobs
-from grpo.models.packed_attention import Packed
+from grpo.models.packed_attention import NAME, How, Packed, by_plan
 
 CPU = torch.device("cpu")
 
@@ -59,7 +61,7 @@ def test_the_mask_is_the_one_that_torch_makes_of_the_rule():
         assert tokens % 128 == 0 and tokens >= 640
         for window in (None, 1, 130):
             expected = torch_flex.create_block_mask(rule(plan, window), None, None, tokens, tokens, device="cpu")
-            got = flex.block_mask(plan, window)
+            got = flex.block_mask(plan, How(window=window))
             for name in BLOCKS:
                 torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=0, rtol=0)
             q, k = torch.arange(tokens)[:, None], torch.arange(tokens)
@@ -75,7 +77,7 @@ def test_the_mask_takes_a_tenth_of_a_byte_for_a_pair_of_tokens():
     """torch's own takes 3 bytes: 12.9 GB for 65,536 tokens."""
     plan = Packed([[1] * 64] * 8, [[[1] * 240] * 4] * 8, CPU, FLEX)
     with Live([plan.ids, plan.positions]) as live:
-        flex.block_mask(plan, None)
+        flex.block_mask(plan, How())
     assert plan.ids.shape[1] == 8192
     assert live.most.total() < 0.1 * 8192**2
 
@@ -93,6 +95,15 @@ def test_one_kernel_serves_all_windows_and_lengths(compiled, fresh):
             torch.testing.assert_close(gradients[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
     assert counters["stats"]["unique_graphs"] == 2
     assert not fresh.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "graphs"), [("Gemma 2", 2), ("gpt-oss", 2)])
+def test_caps_and_sinks_are_in_its_kernel(compiled, fresh, name, graphs):
+    model, batch = made(name), batch_of([(140, [150, 40]), (9, [5])])
+    assert FLEX.objection(model, "shared_prompt", packing.disagreement) == ""
+    agree(model, batch, "shared_prompt", FLEX)
+    assert counters["stats"]["unique_graphs"] == graphs and not fresh.failed
 
 
 def test_a_kernel_that_fails_is_warned_of_and_replaced(monkeypatch, caplog, fresh):
@@ -118,7 +129,7 @@ def test_memory_that_runs_out_is_not_the_kernels_fault(monkeypatch, fresh):
     monkeypatch.setattr(flex, "flex_attention", full)
     one = torch.zeros(1, 1, 640, 8)
     with pytest.raises(torch.OutOfMemoryError):
-        FLEX.attend(Packed([[1] * 5], [[]], CPU, FLEX), one, one, one, None, None)
+        FLEX.attend(Packed([[1] * 5], [[]], CPU, FLEX), one, one, one, How())
     assert not FLEX.failed
 
 
@@ -127,8 +138,8 @@ def test_layers_of_one_model_have_windows_of_their_own(fresh):
     plan, alone = (Packed([[1] * 5], [[[1] * 7]], CPU, FLEX) for _ in range(2))
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 1, plan.ids.shape[1], 8).unbind()
-    whole, narrow = (FLEX.attend(plan, query, key, value, None, window) for window in (None, 2))
-    assert torch.equal(narrow, FLEX.attend(alone, query, key, value, None, 2)) and not torch.equal(narrow, whole)
+    whole, narrow = (FLEX.attend(plan, query, key, value, How(window=window)) for window in (None, 2))
+    assert torch.equal(narrow, FLEX.attend(alone, query, key, value, How(window=2))) and not torch.equal(narrow, whole)
 
 
 @pytest.mark.parametrize("what", ["values", "gradient"])
@@ -149,12 +160,14 @@ def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, fr
 
 
 def test_a_run_on_a_gpu_is_told_why_it_has_plain_attention(monkeypatch, caplog, fresh):
-    """The parameters claim to be on a GPU, and compute on the CPU. Gemma 2 fits neither kernel: one warning, of the layout."""
+    """The parameters claim to be on a GPU, and compute on the CPU. Without
+    extras/scores Gemma 2 fits neither kernel: one warning, of the layout."""
 
     class OnGpu(torch.nn.Parameter):
         is_cuda = True
 
     right = torch_flex.flex_attention
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, by_plan)
     monkeypatch.setattr(packing, "ON_GPU", [FLEX])
     monkeypatch.setattr(flex, "flex_attention", lambda *given, **named: 1.1 * right(*given, **named))
     for family, said in {
