@@ -20,7 +20,7 @@ that its NEEDS names. Its __init__.py says what it adds, and by which door it co
     the algorithm  losses/ critic/ teachers/ optimizers/ selection/ ahead/ (rollouts beside the update)
     the rows       datasets/ (files and the hub)
     the rewards    grading/ (answers) workers/ (its processes) programs/ (in a sandbox) judges/ tools/
-    the machine    kernels/ quantized/ float32_head/ images/ devices/ vllm_server/ shared_weights/
+    the machine    kernels/ scores/ quantized/ float32_head/ images/ devices/ vllm_server/ shared_weights/
     the run        forecast/ health/ terminal/ preflight/ trackers/ report/ export/ early_stopping/ sources/ (who plays)
     programs       network/ (servers) serve/ (HTTP) sweep/ launch/ migration/ demo/
 

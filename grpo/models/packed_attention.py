@@ -26,10 +26,7 @@ NAME, NEVER = "grpo", 2**62  # NEVER: the position of a place without a token
 # the arguments that a plan follows; the values of others with which they change nothing; and what some others mean
 FOLLOWED = {"scaling", "sliding_window", "scores", "position_ids", "use_cache"}
 NOTHING = {"dropout": 0.0, "is_causal": True} | dict.fromkeys(("output_attentions", "output_router_logits"), False)
-MEANING = {
-    "block_indices": "picks the blocks of tokens that it sees",
-    "indices": "picks the tokens that it sees",
-}
+MEANING = {"block_indices": "picks the blocks of tokens that it sees", "indices": "picks the tokens that it sees"}
 PLAN: ContextVar["AttentionPlan"] = ContextVar("plan")  # in `attending`
 # called with the type of a model before it follows a plan; grpo/extras/scores puts itself here
 BEFORE: list[Callable[[str], None]] = []

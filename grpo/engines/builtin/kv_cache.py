@@ -156,10 +156,8 @@ class KVCache:
         scores = scores.view(-1, r, P).index_select(0, place)  # [B x K, r, P]
         scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
         scores, scale = scores.view(len(mask), -1, P + C), how.scale or D**-0.5  # [B, H, P + C]
-        if how.scores is None:
-            weights = torch.add(mask, scores, alpha=scale).softmax(-1)
-        else:
-            weights = how.scores.weights(scores, mask, scale)
+        own = how.scores and how.scores.weights(scores, mask, scale)
+        weights = torch.add(mask, scores, alpha=scale).softmax(-1) if own is None else own
         of_prompt, of_row = weights.view(rows, r, P + C).split([P, C], dim=-1)
         by_prompt = of_prompt.index_select(0, members).view(prompts, -1, P)  # [U x K, G x r, P]
         out = product(by_prompt, prompt_values)  # [U x K, G x r, D]

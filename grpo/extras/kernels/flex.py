@@ -41,9 +41,12 @@ class FlexKernel(Replaceable):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, how: How) -> Tensor | None:
         """Return the output, [1, H, T, D]; None if it fails, after a warning. query: [1, H, T, D]; key, value: [1, K, T, D]."""
         function = self.compiled if query.is_cuda else flex_attention
-        function, grouped = partial(how.scores.fused, function) if how.scores else function, key.shape[1] != query.shape[1]
+        if how.scores is not None:
+            function = partial(how.scores.fused, function)
         try:
-            return function(query, key, value, block_mask=mask, scale=how.scale, enable_gqa=grouped)
+            return function(
+                query, key, value, block_mask=mask, scale=how.scale, enable_gqa=len(key[0]) != len(query[0])
+            )
         except Exception as error:  # a compiler may raise anything
             # a backward pass computes a layer again, and needs what the kernel gave: the whole update is made again
             if torch._C._current_graph_task_id() >= 0 or not self.raised(error):

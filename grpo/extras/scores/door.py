@@ -57,11 +57,11 @@ def with_caps(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     """Return transformers' attention by sdpa with the caps that a model asks for, which sdpa leaves out."""
 
     @wraps(sdpa)
-    def known(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any, **kwargs: Any):
+    def known(module: nn.Module, *tensors: Tensor | None, **kwargs: Any):
         if kwargs.get("softcap") is None:
-            return sdpa(module, query, key, value, mask, *rest, **kwargs)
-        capped = Weighed(kwargs["softcap"])
-        return capped(query, key, value, mask, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
+            return sdpa(module, *tensors, **kwargs)
+        capped = Weighed(kwargs["softcap"])  # of query, key, value and mask
+        return capped(*tensors, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 
     return known
 

@@ -73,7 +73,7 @@ def by_position(module: nn.Module, dtype: torch.dtype, computed: torch.dtype) ->
     return (slopes * positions).to(dtype)
 
 
-def bloom(self: nn.Module, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, **_: Any) -> tuple:
+def bloom(self: nn.Module, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, **_: Any):
     """BloomAttention in a plan."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     bias = by_position(self, alibi.dtype, torch.float32)
@@ -81,9 +81,7 @@ def bloom(self: nn.Module, hidden_states: Tensor, residual: Tensor, alibi: Tenso
     return residual + F.dropout(out, self.hidden_dropout, self.training), None
 
 
-def falcon(
-    self: nn.Module, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, *_: Any, **kwargs: Any
-) -> tuple:
+def falcon(self: nn.Module, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any):
     """FalconAttention in a plan. Its newer form repeats keys and values for the heads that share them."""
     query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     if self.new_decoder_architecture:
@@ -97,7 +95,7 @@ def falcon(
     return self.dense(attended(self, query, key, value, attention_mask, self.inv_norm_factor, bias)), None
 
 
-def doge(self: nn.Module, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> tuple:
+def doge(self: nn.Module, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any):
     """DogeAttention in a plan, for rows of at most keep_window_size tokens: in longer ones it picks tokens."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query, key, value = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))

@@ -71,7 +71,7 @@ class Weighed:
             return out.view(*query.shape[:3], -1).to(value.dtype)
 
     def fused(self, kernel: Callable[..., Any], *arguments: Tensor, **named: Any) -> Tensor:
-        capped = None if self.cap is None else capping(self.cap)
+        capped = None if self.cap is None else capping(self.cap, arguments[0].device)
         if self.sinks is None:
             return kernel(*arguments, score_mod=capped, **named)
         out, total = kernel(*arguments, score_mod=capped, return_lse=True, **named)
@@ -79,10 +79,12 @@ class Weighed:
 
 
 @cache
-def capping(cap: float) -> Callable[..., Tensor]:
+def capping(cap: float, device: torch.device) -> Callable[..., Tensor]:
     """Return the cap as FlexAttention takes it, the same function for the same cap, so that it is compiled once."""
+    with torch.inference_mode(False):  # of a number dynamo would make a symbol, which the backward pass does not take
+        limit = torch.tensor(cap, device=device)
 
     def capped(score, _batch, _head, _query, _key):
-        return torch.tanh(score / cap) * cap
+        return torch.tanh(score / limit) * limit
 
     return capped
