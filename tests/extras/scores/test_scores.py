@@ -117,6 +117,11 @@ def test_chunks_and_temperatures_are_those_of_the_sequence_and_not_of_the_row():
     assert gap_now(engine, model) < 1e-5 and engine.cache is KVCache
 
 
+@pytest.mark.parametrize("name", ["BLOOM", "Falcon RW", "Doge"])
+def test_families_with_attention_of_their_own_add_the_bias_of_each_key(name):
+    assert layout_of(made(name), batch_of(ROWS)) == "shared_prompt"
+
+
 def test_a_plan_reaches_layers_that_pass_nothing_on_also_when_they_are_computed_again():
     """StableLM's layers keep the arguments of the model to themselves."""
     model, batch = made("StableLM"), batch_of(ROWS)
