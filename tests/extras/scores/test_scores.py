@@ -104,8 +104,9 @@ def test_flex_attention_computes_the_same(how):
 
 
 def test_chunks_and_temperatures_are_those_of_the_sequence_and_not_of_the_row():
-    """Llama 4 with chunks of 6 tokens, whose queries get warmer at every 4th position."""
-    model, batch = made("Llama 4, text", attention_chunk_size=6, floor_scale=4, attn_scale=0.5), batch_of(ROWS)
+    """Llama 4 with chunks of 6 tokens, whose queries get warmer at every 4th position in a layer without rotation."""
+    warmer = {"no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.5}
+    model, batch = made("Llama 4, text", attention_chunk_size=6, **warmer), batch_of(ROWS)
     assert MaskProbe(model).wrong == ""
     exact = alone(model, batch)
     with torch.no_grad():
