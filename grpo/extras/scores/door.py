@@ -1,4 +1,4 @@
-"""What transformers' layers say of their scores, as an attention plan takes it."""
+"""Says in the words of an attention plan how layers of transformers change their scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def follow() -> None:
 
 
 def following(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function for transformers that says in words of `How` what layers say in arguments of their own."""
+    """Return an attention function for transformers that turns arguments of families into those of `How`."""
 
     def known(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
         cap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
