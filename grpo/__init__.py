@@ -20,7 +20,7 @@ that its NEEDS names. Its __init__.py says what it adds, and by which door it co
     the algorithm  losses/ critic/ teachers/ optimizers/ selection/ ahead/ (rollouts beside the update)
     the rows       datasets/ (files and the hub)
     the rewards    grading/ (answers) workers/ (its processes) programs/ (in a sandbox) judges/ tools/
-    the machine    kernels/ state_layers/ quantized/ float32_head/ images/ devices/ vllm_server/ shared_weights/
+    the machine    kernels/ scores/ state_layers/ quantized/ float32_head/ images/ devices/ vllm_server/ shared_weights/
     the run        forecast/ health/ terminal/ preflight/ trackers/ report/ curves/ export/ early_stopping/ sources/ (who plays)
     programs       network/ (servers) serve/ (HTTP) sweep/ launch/ migration/ demo/
 
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from grpo.apps.api import evaluate, load_run, train  # noqa: F401
 
 keep_old_names()
-FOLLOWERS[:] = [lambda model: of_appendix("state_layers.cache.prepare", lambda _: None)(model)]  # imports torch
+FOLLOWERS[:] = [lambda model: of_appendix("state_layers.cache.follow_states", lambda _: None)(model)]  # imports torch
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is, and its import advertises
 
 

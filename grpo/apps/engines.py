@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from grpo.config.appendix import of_appendix
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.context import Bound
 from grpo.engines.protocol import Engine
@@ -26,6 +27,7 @@ def engine_of(config: DictConfig, most_tokens: Bound) -> Engine:
     engine with an argument of this name is given it; so are `head_dtype`, that of the model, and `sight`, how it sees. Raises
     UserError if the model sees, and the engine does not.
     """
+    of_appendix("scores.door.follow_scores", tuple)()
     arguments = {}
     offered = {"most_tokens": most_tokens, "head_dtype": OmegaConf.select(config, "model.head_dtype")}
     if vision := OmegaConf.select(config, "model.vision"):

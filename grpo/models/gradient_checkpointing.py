@@ -38,7 +38,7 @@ def recomputing(model: nn.Module, active: bool = True):
         name, plan = model.config.get_text_config()._attn_implementation, PLAN.get()
 
         def once(*args, **kwargs):
-            with attending(model, name, plan):  # the backward pass runs outside the caller's `with`
+            with attending(model, plan, name):  # the backward pass runs outside the caller's `with`
                 return forward(*args, **kwargs)
 
         # evaluation mode draws no random numbers

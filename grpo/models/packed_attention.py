@@ -1,9 +1,8 @@
 """Attention by plan: one row holds many sequences without padding, and a plan says which tokens each token
 attends to.
 
-A transformers model looks up its attention function by name. In `attending` that name is ours, and
-`model(..., plan=plan)` passes the plan to every layer. `pack` makes the plan of a batch. Knows nothing of
-losses or sampling.
+A transformers model looks up its attention function by name. In `attending` that name is ours, and follows
+the plan. `pack` makes the plan of a batch. Knows nothing of losses or sampling.
 
 Shapes: T tokens in the row, N prompts of up to P tokens, R rows of up to C tokens that follow a prompt, H
 heads, K key heads.
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,33 +22,56 @@ from transformers import AttentionInterface
 from grpo.objectives.batch import TokenBatch
 from grpo.system.memory import sent
 
-NAME = "grpo"
-# the plan of the pass, for layers that get no arguments of attention
-PLAN: ContextVar["AttentionPlan | None"] = ContextVar("plan", default=None)
+NAME, NEVER = "grpo", 2**62  # NEVER: the position of a place without a token
 # the arguments that a plan follows; the values of others with which they change nothing; and what some others mean
-FOLLOWED = {"plan", "scaling", "sliding_window", "position_ids", "use_cache"}
+FOLLOWED = {"scaling", "sliding_window", "scores", "position_ids", "use_cache"}
 NOTHING = {"dropout": 0.0, "is_causal": True} | dict.fromkeys(("output_attentions", "output_router_logits"), False)
-MEANING = {
-    "softcap": "caps its scores",
-    "s_aux": "has sinks",
-    "position_bias": "has a bias by position",
-    "block_indices": "picks the blocks of tokens that it sees",
-    "indices": "picks the tokens that it sees",
-}
+MEANING = {"block_indices": "picks the blocks of tokens that it sees", "indices": "picks the tokens that it sees"}
+PLAN: ContextVar["AttentionPlan | None"] = ContextVar("plan", default=None)  # in `attending`
+# called with the type of a model before it follows a plan; grpo/extras/scores puts itself here
+BEFORE: list[Callable[[str], None]] = []
 
 
 class Unplanned(ValueError):
     """A model needs more of attention than a plan has; one sentence says what."""
 
 
-class AttentionPlan(Protocol):
-    """Computes attention for a row that holds many sequences."""
+class Weighing(Protocol):
+    """How a layer makes weights of its scores, if not by a softmax alone: see grpo/extras/scores."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        """Return the output, [1, T, H, D]. query: [1, H, T, D]; key, value: [1, K, T, D]. window: how many
-        tokens a query sees, itself included; None: all."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Return what `sdpa` does, with these weights."""
+
+    def weights(self, scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Return the weights, [B, H, ..., S]. scores: of the same shape, before the scale. mask: 0 or -inf."""
+
+    def fused(self, kernel: Callable[..., Any], *arguments: Tensor, **named: Any) -> Tensor:
+        """Return what `kernel` does with these arguments, those of torch's flex_attention, with these weights."""
+
+
+class How(NamedTuple):
+    """How a layer attends. scale: of its scores; None: D^-0.5. window: how many tokens a query sees, itself
+    included, or a function that returns how many of the first tokens queries at these positions do not see;
+    None: all. scores: None for a softmax."""
+
+    scale: float | None = None
+    window: int | Callable[[Tensor], Tensor] | None = None
+    scores: Weighing | None = None
+
+    def hidden(self, positions: Tensor) -> Tensor:
+        """Return how many of the first tokens queries at these positions do not see, of their shape."""
+        if callable(self.window):
+            return self.window(positions)
+        return (positions - (self.window or NEVER) + 1).clamp(min=0)
+
+
+class AttentionPlan(Protocol):
+    """Computes attention for a row that holds many sequences. positions: of its tokens, [1, T]."""
+
+    positions: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        """Return the output, [1, T, H, D]. query: [1, H, T, D]; key, value: [1, K, T, D]."""
 
 
 def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
@@ -59,27 +81,26 @@ def by_plan(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
             raise Unplanned(
                 f"its attention {MEANING.get(name, f'takes {name}, which attention by plan does not know')}"
             )
-    if kwargs.get("plan") is None:
-        raise Unplanned("no plan came through the model: its layers have attention of their own")
-    window = kwargs.get("sliding_window")
-    return kwargs["plan"].attend(module.layer_idx, query, key, value, kwargs.get("scaling"), window), None
+    how = How(*map(kwargs.get, ("scaling", "sliding_window", "scores")))
+    return PLAN.get().attend(module.layer_idx, query, key, value, how), None
 
 
 AttentionInterface.register(NAME, by_plan)
 
 
 @contextmanager
-def attending(model: nn.Module, name: str = NAME, plan: "AttentionPlan | None" = None):
-    """In this `with`, `model` uses the attention function of this name. Ours follows the plan that the model
-    is called with: `model(..., plan=plan)`. plan: what other layers follow (`PLAN`)."""
+def attending(model: nn.Module, plan: AttentionPlan, name: str = NAME):
+    """In this `with`, `model` uses the attention function of this name. Ours follows the plan."""
     config = model.config.get_text_config()
+    for prepare in BEFORE:
+        prepare(config.model_type)
     before, token = config._attn_implementation, PLAN.set(plan)
     config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = before
         PLAN.reset(token)
+        config._attn_implementation = before
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -138,27 +159,26 @@ class Packed:
         self.row_lengths = torch.tensor(
             [len(row) for rows_of_prompt in rows for row in rows_of_prompt], dtype=torch.int64
         )
-        self.masks: dict[int | None, Any] = {}  # the kernel's, by window
-        self.dense: dict[int | None, Any] = {}  # sdpa's
+        self.masks: dict[Any, Any] = {}  # the kernel's, by window
+        self.dense: dict[Any, Any] = {}  # sdpa's
         self.until = float("inf")  # the first layer that the kernel could not compute
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         # a layer that is recomputed is computed as it was, also after a later one has failed
         if self.kernel is not None and layer < self.until:
-            if (out := self.kernel.attend(self, query, key, value, scale, window)) is not None:
+            if (out := self.kernel.attend(self, query, key, value, how)) is not None:
                 return out.transpose(1, 2)
             self.until = layer
-        if window not in self.dense:
-            self.dense[window] = self.dense_masks(window)
-        of_prompts, of_rows = self.dense[window]
+        if how.window not in self.dense:
+            self.dense[how.window] = self.dense_masks(how)
+        of_prompts, of_rows = self.dense[how.window]
+        attention = how.scores or sdpa
         prompts, rows, keys, back = self.places
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-        out = sdpa(take(query, prompts), take(key, prompts), take(value, prompts), of_prompts, scale)
+        out = attention(take(query, prompts), take(key, prompts), take(value, prompts), of_prompts, how.scale)
         flat = out.transpose(1, 2).flatten(0, 1)  # [N x P, H, D]
         if rows.numel():
-            out = sdpa(take(query, rows), take(key, keys), take(value, keys), of_rows, scale)
+            out = attention(take(query, rows), take(key, keys), take(value, keys), of_rows, how.scale)
             flat = torch.cat([flat, out.transpose(1, 2).flatten(0, 1)])  # [N x P + R x C, H, D]
         return flat.index_select(0, back)[None]
 
@@ -174,7 +194,7 @@ class Packed:
         keys = torch.cat([prompts[self.owner], rows], dim=1)
         return tuple(sent(index, self.device) for index in (prompts, rows, keys, back))
 
-    def dense_masks(self, window: int | None) -> tuple[Tensor | None, Tensor]:
+    def dense_masks(self, how: How) -> tuple[Tensor | None, Tensor]:
         """Return the masks of the prompts, [P, P] bool or None for causal, and of the rows, [R, 1, C, P + C]
         bool."""
         prompts, rows, _, _ = self.places
@@ -183,12 +203,9 @@ class Packed:
         queries = (length + c)[:, :, None]  # the positions, [R, C, 1]
         keys = torch.cat([p.expand(len(length), -1), length + c], dim=1)[:, None]  # [R, 1, P + C]
         real = torch.cat([p < length, torch.ones_like(length + c, dtype=torch.bool)], dim=1)[:, None]
-        sees = real & (keys <= queries)
-        of_prompts = None
-        if window is not None:
-            sees &= queries - keys < window
-            if len(p) > window:
-                of_prompts = sent((p <= p[:, None]) & (p[:, None] - p < window), self.device)
+        sees, of_prompts = real & (keys <= queries) & (keys >= how.hidden(queries)), None
+        if (first := how.hidden(p)).any():
+            of_prompts = sent((p <= p[:, None]) & (p >= first[:, None]), self.device)
         return of_prompts, sent(sees[:, None], self.device)
 
 
@@ -202,9 +219,7 @@ class Kernel(Protocol):
         """Return how many tokens the packed row of these prompts and rows lacks to a length that the kernel
         takes."""
 
-    def attend(
-        self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor | None:
+    def attend(self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor | None:
         """Return the output, [1, H, T, D]; None if it fails, after a warning. Shapes as in `AttentionPlan`.
         It may keep the mask of each window in plan.masks."""
 
@@ -226,8 +241,8 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 def states_by_plan(decoder: nn.Module, batch: TokenBatch, share: bool, kernel: "Kernel | None") -> Tensor:
     """Return a decoder's last hidden state before each sampled token, [n, hidden], of a row that `pack` makes."""
     plan, places = pack(batch, share, kernel)
-    with attending(decoder, plan=plan):
-        states = decoder(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, plan=plan)
+    with attending(decoder, plan):
+        states = decoder(input_ids=plan.ids, position_ids=plan.positions, use_cache=False)
     return states.last_hidden_state[0].index_select(0, places)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from grpo.models import FOLLOWERS
-from grpo.models.packed_attention import Unplanned, attending
+from grpo.models.packed_attention import PLAN, How, Unplanned, attending
 from grpo.system.errors import StopError
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class MaskProbe:
     def __init__(self, model: nn.Module) -> None:
         config = model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", FAR)
-        self.chunk = getattr(config, "attention_chunk_size", None)
         self.context, self.wrong = min(context, FAR), ""
-        with attending(model, PROBE):
-            model(input_ids=torch.tensor([[3, 4, 5]], device=model.device), use_cache=False, plan=self)
+        self.positions = torch.arange(3, device=model.device)[None]
+        with attending(model, self, PROBE):
+            model(input_ids=self.positions + 3, use_cache=False)
 
-    def compare(self, layer: int, mask: Callable[..., Tensor] | None, window: int | None, device: torch.device) -> None:
+    def compare(self, layer: int, mask: Callable[..., Tensor] | None, how: How, device: torch.device) -> None:
         """Compare one layer. mask: the model's function of (batch, head, query, key); None if it makes no
         mask."""
         keys = torch.arange(self.context, device=device)
@@ -71,17 +71,14 @@ class MaskProbe:
             self.wrong = self.wrong or f"layer {layer} has a mask of its own"
             return
         sees = keys <= query if mask is None else mask(zero, zero, query, keys)
-        in_window = (keys <= query) & (query - keys < (window or self.context))
+        in_window = (keys <= query) & (keys >= how.hidden(query))
         if not torch.equal(sees.expand_as(in_window), in_window):
-            chunk = f"sees chunks of {self.chunk} tokens" if self.chunk else "has a mask other than its window"
-            self.wrong = self.wrong or f"layer {layer} {chunk}"
+            self.wrong = self.wrong or f"layer {layer} has a mask other than its window"
 
 
 def by_probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
     """An attention function that only calls `compare`, and returns each token's own value."""
-    if kwargs.get("plan") is None:
-        raise Unplanned("no plan came through the model: its layers have attention of their own")
-    kwargs["plan"].compare(module.layer_idx, attention_mask, kwargs.get("sliding_window"), query.device)
+    PLAN.get().compare(module.layer_idx, attention_mask, How(window=kwargs.get("sliding_window")), query.device)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 

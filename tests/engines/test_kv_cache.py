@@ -26,8 +26,6 @@ SMALL = {
 LINEAR = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OTHERS = {
-    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 6}),  # caps attention scores
-    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),  # no positions, but a bias for each distance
     "phimoe": (transformers.PhimoeConfig, {"sliding_window": 6, "num_local_experts": 4}),  # hides its window
     "mamba": (transformers.MambaConfig, {"state_size": 4}),
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}),
@@ -160,9 +158,9 @@ def test_a_window_longer_than_what_is_tried_is_asked_of_the_masks():
 
 MISTAKES = [
     ("(self.after + self.counts)[None]", "(self.after + self.counts + 1)[None]"),  # positions
-    ("self.positions <= now", "self.positions <= now + 1"),  # a row sees a key that is not written yet
-    ("self.positions <= now", "self.positions < now"),  # a row does not see itself
-    ("now - self.positions < window", "now - self.positions <= window"),
+    ("self.of_keys <= now", "self.of_keys <= now + 1"),  # a row sees a key that is not written yet
+    ("self.of_keys <= now", "self.of_keys < now"),  # a row does not see itself
+    ("self.of_keys >= how.hidden(now)", "self.of_keys >= how.hidden(now) - 1"),
     (
         "masked_fill(p >= self.lengths[:, None], NEVER)",
         "masked_fill(p >= self.lengths.max(), NEVER)",
@@ -170,7 +168,7 @@ MISTAKES = [
     ("move(self.of_rows, order)", "pass"),
     ("move(self.of_prompts, left)", "pass"),
     ("self.steps - joined for", "self.steps for"),  # a row that joined later
-    ("scale or D**-0.5", "1.0"),
+    ("how.scale or D**-0.5", "1.0"),
     ("number.append(len(groups[u]))", "number.append(0)"),  # every row of a prompt reads the first one's result
     ("heads + k[:, None]", "heads + k.flip(0)[:, None]"),  # keys of another head
     ("new[:n, :, :places] = x[:n, :, :places]", "new[:n, :, 1:places] = x[:n, :, 1:places]"),  # a lost token

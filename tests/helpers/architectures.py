@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.padded import PaddedCache
 from grpo.engines.weights import checkpoint
+from grpo.extras.scores.door import follow_scores
 from grpo.models.packing import trusted
 from grpo.models.policy import with_adapter
 from grpo.objectives.batch import TokenBatch
@@ -75,7 +76,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {  # name: configuration, what diff
     "Qwen 3.5, text": ("Qwen3_5TextConfig", LINEAR),
     "Qwen 3.5 MoE, text": ("Qwen3_5MoeTextConfig", LINEAR | EXPERTS | SHARED),
     "Gemma": ("GemmaConfig", {}),
-    "Gemma 2": ("Gemma2Config", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
+    "Gemma 2": ("Gemma2Config", {"query_pre_attn_scalar": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
     "Gemma 3, text": ("Gemma3TextConfig", WINDOW | {"query_pre_attn_scalar": 16}),
     "Gemma 3n, text": (
         "Gemma3nTextConfig",
@@ -91,6 +92,10 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {  # name: configuration, what diff
     "OLMo 3": ("Olmo3Config", WINDOW),
     "OLMoE": ("OlmoeConfig", EXPERTS),
     "SmolLM 3": ("SmolLM3Config", {}),
+    "Granite SWA": ("GraniteSWAConfig", WINDOW | {"logits_scaling": 8.0}),
+    "Granite MoE SWA": ("GraniteMoeSWAConfig", WINDOW | LOCAL | {"logits_scaling": 4.0}),
+    "MiMo V2 Flash": ("MiMoV2FlashConfig", WINDOW | ROUTED),
+    "VaultGemma": ("VaultGemmaConfig", WINDOW | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
     "gpt-oss": ("GptOssConfig", WINDOW | LOCAL | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "DeepSeek V2": ("DeepseekV2Config", MLA | ROUTED),
     "DeepSeek V3": ("DeepseekV3Config", MLA | ROUTED),
@@ -163,6 +168,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {  # name: configuration, what diff
     "GPT-NeoX": ("GPTNeoXConfig", {}),
     "OPT": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "BLOOM": ("BloomConfig", {"n_head": 4, "n_layer": 2}),
+    "Falcon RW": ("FalconConfig", {"head_dim": ..., "multi_query": False, "alibi": True, "bias": True, "parallel_attn": False}),
+    "Falcon 2": ("FalconConfig", {"head_dim": ..., "new_decoder_architecture": True, "num_kv_heads": 2}),
     "Falcon": ("FalconConfig", {"head_dim": ..., "new_decoder_architecture": False, "multi_query": True}),
     "RWKV": ("RwkvConfig", {}),
     "dots.1": ("Dots1Config", ROUTED),
@@ -175,6 +182,9 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {  # name: configuration, what diff
     ),
     "DeepSeek V3.2": ("DeepseekV32Config", MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64}),
 }  # fmt: skip
+
+
+follow_scores()
 
 
 def made(name: str, **own) -> nn.Module:
@@ -190,13 +200,16 @@ def made(name: str, **own) -> nn.Module:
 @torch.no_grad()
 def alone(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return log-probabilities [B, C] by plain forward passes, one row at a time; 0 where nothing was sampled."""
-    found, width = torch.zeros(batch.mask.shape), batch.mask.shape[1]
+    found, width, before = torch.zeros(batch.mask.shape), batch.mask.shape[1], model.config._attn_implementation
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.config._attn_implementation = "eager"  # transformers' attention by sdpa leaves caps out
     for row in range(len(batch)):
         real = batch.attention_mask[row].bool()
         ids = batch.ids[row, real]
         logprobs = (model(ids[None]).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         own = int(real[-width:].sum())
         found[row, :own] = logprobs[-own:]
+    model.config._attn_implementation = before
     return found * batch.mask
 
 

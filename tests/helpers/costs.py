@@ -23,13 +23,13 @@ import pytest
 BUDGET = {
     "all": 240, "apps": 7, "config": 15, "data": 3, "engines": 6, "env": 5, "evaluation": 3, "families": 4,
     "models": 14, "objectives": 13, "programs": 25, "rewards": 4, "rollout": 6, "runs": 4, "system": 13, "tasks": 8,
-    "tests": 24, "training": 18, "vllm_engines": 3, "extras/ahead": 20, "extras/critic": 4, "extras/curves": 3, "extras/datasets": 3,
-    "extras/health": 3, "extras/terminal": 10, "extras/demo": 5, "extras/devices": 3, "extras/early_stopping": 3,
-    "extras/export": 4, "extras/float32_head": 5,
+    "tests": 24, "training": 18, "vllm_engines": 3, "extras/ahead": 20, "extras/critic": 4, "extras/curves": 3,
+    "extras/datasets": 3, "extras/health": 3, "extras/terminal": 10, "extras/demo": 5, "extras/devices": 3,
+    "extras/early_stopping": 3, "extras/export": 4, "extras/float32_head": 5,
     "extras/grading": 5, "extras/images": 14, "extras/judges": 4, "extras/forecast": 7, "extras/kernels": 8, "extras/launch": 10,
     "extras/network": 3, "extras/state_layers": 5,
     "extras/losses": 3, "extras/migration": 7, "extras/optimizers": 3, "extras/preflight": 12, "extras/programs": 10,
-    "extras/quantized": 3, "extras/report": 3, "extras/selection": 3, "extras/serve": 19,
+    "extras/quantized": 3, "extras/report": 3, "extras/scores": 4, "extras/selection": 3, "extras/serve": 19,
     "extras/shared_weights": 3, "extras/sources": 3, "extras/sweep": 6, "extras/teachers": 27, "extras/tools": 8,
     "extras/trackers": 7, "extras/vllm_server": 8, "extras/workers": 4,
 }  # fmt: skip

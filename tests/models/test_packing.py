@@ -16,8 +16,9 @@ from grpo.extras.kernels.flex import FLEX
 from grpo.models import head
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
-from grpo.models.packed_attention import Packed, attending, by_plan
+from grpo.models.packed_attention import NAME, PLAN, How, Packed, attending, by_plan
 from grpo.models.packing import microbatches, trusted
+from grpo.models.trusted import PROBE, by_probe
 from grpo.rollout.collate import collate
 from grpo.system.errors import UserError
 from grpo.training.optimization import Optimization
@@ -94,7 +95,7 @@ def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
             assert self.places  # computed before the change
             self.positions = torch.arange(self.positions.shape[1])[None]
         elif what == "mask":  # a row sees one token too many
-            masks = self.dense_masks(None)
+            masks = self.dense_masks(How())
             self.dense[None] = masks[0], masks[1] | masks[1].roll(1, -1)
         elif what == "prompt":  # rows see the prompt of another row
             self.owner = self.owner.roll(1)
@@ -106,11 +107,13 @@ def test_a_wrong_position_mask_or_prompt_would_show(what, monkeypatch):
     assert (got - exact).abs().max() > 1e-3
 
 
-def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
-    """Gemma 2 caps its attention; one model's layers do not report their windows; one model ignores the plan."""
+def test_what_a_plan_cannot_do_is_seen_and_said(caplog, monkeypatch):
+    """Gemma 2 caps its attention, without extras/scores; one model's layers do not report their windows; one ignores the plan."""
     caplog.set_level(logging.WARNING)
+    for name, function in ((NAME, by_plan), (PROBE, by_probe)):
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, name, function)
     assert trusted(model_of("gemma2"), "shared_prompt") == ("padded", None)
-    assert "Gemma2ForCausalLM (its attention caps its scores): layout=padded" in caplog.text
+    assert "Gemma2ForCausalLM (its attention takes softcap, which attention by plan does not know): la" in caplog.text
     silent = model_of("gemma3")
     for layer in silent.model.layers:
         layer.self_attn.sliding_window = None
@@ -127,7 +130,7 @@ def test_what_a_plan_cannot_do_is_seen_and_said(caplog):
     ("given", "why"),
     [
         ({"block_indices": tensor([0])}, "picks the blocks of tokens"),
-        ({"s_aux": tensor([0.0])}, "has sinks"),
+        ({"s_aux": tensor([0.0])}, "takes s_aux"),
         ({"is_causal": False}, "takes is_causal"),
         ({"dropout": 0.1}, "takes dropout"),
         ({"anything": 0}, "takes anything"),
@@ -137,10 +140,11 @@ def test_an_argument_that_a_plan_does_not_follow_is_refused(given, why):
     """Whatever it is called; those without a value, and those that change nothing, are not."""
     plan, x, layer = Packed([[1, 2]], [[]], torch.device("cpu")), torch.randn(1, 2, 2, 8), torch.nn.Module()
     layer.layer_idx = 0
-    usual = {"plan": plan, "scaling": 0.3, "sliding_window": None, "dropout": 0.0, "is_causal": True, "indices": None}
-    assert by_plan(layer, x, x, x, None, **usual)[0].shape == (1, 2, 2, 8)
-    with pytest.raises(ValueError, match=f"its attention {why}"):
-        by_plan(layer, x, x, x, None, **(usual | given))
+    usual = {"scaling": 0.3, "sliding_window": None, "dropout": 0.0, "is_causal": True, "indices": None}
+    with attending(model_of("llama_tied"), plan):
+        assert by_plan(layer, x, x, x, None, **usual)[0].shape == (1, 2, 2, 8)
+        with pytest.raises(ValueError, match=f"its attention {why}"):
+            by_plan(layer, x, x, x, None, **(usual | given))
 
 
 def test_what_a_run_computes_in_is_no_reason_to_distrust():
@@ -153,11 +157,9 @@ def test_what_a_run_computes_in_is_no_reason_to_distrust():
 
 def test_afterwards_a_model_is_what_it_was():
     model = model_of("llama_tied")
-    with pytest.raises(RuntimeError), attending(model):
+    with pytest.raises(RuntimeError), attending(model, Packed([[1, 2]], [[]], torch.device("cpu"))):
         raise RuntimeError
-    assert model.config._attn_implementation == "sdpa"
-    with attending(model), pytest.raises(ValueError, match="no plan came through"):
-        model(tensor([[1, 2]]))
+    assert model.config._attn_implementation == "sdpa" and PLAN.get(None) is None
 
 
 # -- microbatches. Rows of batch_of(SIZES): 0-3 prompt 9, own 5 8 1 3; 4-5 prompt 4, own 2 6; 6: 12 + 7; 7-9: 1 + 4 each

@@ -10,17 +10,17 @@ prompt; H query heads, K key heads, r = H / K, head dimension D.
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo.models.packed_attention import AttentionPlan, Packed, attending, take
+from grpo.models.packed_attention import NEVER, AttentionPlan, How, Packed, attending, take
 from grpo.system.memory import in_pieces, sent
 
 PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass; a longer prompt goes alone
 SHARED = 16  # tokens with which all prompts of a pass must begin, so that the pass computes them once
 GROWTH = 16  # rows grow by this many tokens, or by an eighth of their length if that is more
-NEVER = 2**62  # the position of a place without a token
 
 # For one layer, as pairs of keys and values: all places of rows [n, D]; the present rows [B x K, C, D]; prompts [U x K, P, D].
 Views = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -88,12 +88,13 @@ class KVCache:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to every row. tokens: [B]. Returns the logits after it, [B, V]."""
-        self.masks: dict[int | None, Tensor] = {}  # by window
+        self.masks: dict[Any, Tensor] = {}  # by window
         self.ends: dict[int, Tensor] = {}  # by K
         self.longest += 1
         if self.longest > self.capacity:
             self.views.clear()
-        logits = self.forward(self, tokens[None], (self.after + self.counts)[None])
+        self.positions = (self.after + self.counts)[None]
+        logits = self.forward(self, tokens[None], self.positions)
         self.counts += 1
         self.steps += 1
         return logits
@@ -101,8 +102,8 @@ class KVCache:
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
         """Return logits for ids, [T, V], or only the rows in logits_to_keep. ids, positions: [1, T]."""
         inputs = {"input_ids": ids, "position_ids": positions, "logits_to_keep": logits_to_keep}
-        with attending(self.model):
-            return self.model(**inputs, plan=plan, use_cache=False).logits[0]
+        with attending(self.model, plan):
+            return self.model(**inputs, use_cache=False).logits[0]
 
     def drop(self, ended: Collection[int]) -> list[int]:
         """Remove these rows, and prompts without unfinished samples. Returns the new order: row i was row
@@ -129,11 +130,9 @@ class KVCache:
         self.longest, self.capacity = max(counts, default=0), 0
         self.views: dict[int, Views] = {}  # by layer
         self.grids: dict[int, tuple[Tensor, Tensor]] = {}  # by K
-        self.positions: Tensor | None = None  # positions of the keys
+        self.of_keys: Tensor | None = None  # their positions
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Attention of one step. query: [1, H, B, D]; key, value: [1, K, B, D]. Returns [1, B, H, D].
 
         The rows of a prompt attend to its keys in one product, G r queries at a time, and each row to its own
@@ -147,7 +146,7 @@ class KVCache:
         ends = self.end(key.shape[1], C)
         for kept, new in zip(places, (key, value), strict=True):
             kept.index_copy_(0, ends, new[0].transpose(0, 1).reshape(rows, -1))
-        mask = self.mask(window, P, C)  # [B, 1, P + C]
+        mask = self.mask(how, P, C)  # [B, 1, P + C]
         members, place = self.grid(key.shape[1])
 
         query = query[0].transpose(0, 1).reshape(rows, -1, D)  # [B x K, r, D]
@@ -156,8 +155,10 @@ class KVCache:
         scores = product(by_prompt, prompt_keys.mT)  # [U x K, G x r, P]
         scores = scores.view(-1, r, P).index_select(0, place)  # [B x K, r, P]
         scores = torch.cat([scores, product(query, keys.mT)], dim=-1)  # [B x K, r, P + C]
-        scores = torch.add(mask, scores.view(len(mask), -1, P + C), alpha=scale or D**-0.5)  # [B, H, P + C]
-        of_prompt, of_row = scores.softmax(-1).view(rows, r, P + C).split([P, C], dim=-1)
+        scores, scale = scores.view(len(mask), -1, P + C), how.scale or D**-0.5  # [B, H, P + C]
+        own = how.scores and how.scores.weights(scores, mask, scale)
+        weights = torch.add(mask, scores, alpha=scale).softmax(-1) if own is None else own
+        of_prompt, of_row = weights.view(rows, r, P + C).split([P, C], dim=-1)
         by_prompt = of_prompt.index_select(0, members).view(prompts, -1, P)  # [U x K, G x r, P]
         out = product(by_prompt, prompt_values)  # [U x K, G x r, D]
         out = out.view(-1, r, out.shape[2]).index_select(0, place)  # [B x K, r, D]
@@ -184,19 +185,17 @@ class KVCache:
             self.ends[heads] = first + self.counts.repeat_interleave(heads)
         return self.ends[heads]
 
-    def mask(self, window: int | None, P: int, C: int) -> Tensor:
+    def mask(self, how: How, P: int, C: int) -> Tensor:
         """Return 0 where a row sees a key of its prompt or its own, else -inf: [B, 1, P + C]."""
-        if self.positions is None or self.positions.shape[1] != P + C:
+        if self.of_keys is None or self.of_keys.shape[1] != P + C:
             p, c = torch.arange(P, device=self.device), torch.arange(C, device=self.device)
             of_prompt = p.expand(len(self.rows), -1).masked_fill(p >= self.lengths[:, None], NEVER)
-            self.positions = torch.cat([of_prompt, self.lengths[:, None] + c], dim=1)  # [B, P + C]
-        if window not in self.masks:
+            self.of_keys = torch.cat([of_prompt, self.lengths[:, None] + c], dim=1)  # [B, P + C]
+        if how.window not in self.masks:
             now = (self.lengths + self.counts)[:, None]
-            sees = self.positions <= now
-            if window is not None:
-                sees &= now - self.positions < window
-            self.masks[window] = torch.where(sees, 0.0, -torch.inf)[:, None]
-        return self.masks[window]
+            sees = (self.of_keys <= now) & (self.of_keys >= how.hidden(now))
+            self.masks[how.window] = torch.where(sees, 0.0, -torch.inf)[:, None]
+        return self.masks[how.window]
 
     def grid(self, heads: int) -> tuple[Tensor, Tensor]:
         """Return the indices in [B x K] of each prompt's rows, [U x K x G], and for each of [B x K] its place
@@ -238,9 +237,7 @@ class Prefill(Packed):
             self.kept, starts, lengths = self.places[0], self.starts, self.prompt_lengths
         self.last = sent(torch.tensor(starts) + lengths - 1, cache.device)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Store keys and values of the layer in the cache, then attend as `Packed`, with its shapes."""
         count, longest = len(self.cache.prompts), max(len(self.cache.texts[u]) for u in self.cache.prompts)
         new = [take(x[0].transpose(0, 1), self.kept) for x in (key, value)]  # [n, K, P, D]
@@ -248,7 +245,7 @@ class Prefill(Packed):
         self.cache.of_prompts[layer] = kept = [fitted(x, count, longest, 0) for x in kept]
         for x, y in zip(kept, new, strict=True):
             x[count - len(y) : count, :, : y.shape[2]] = y
-        return super().attend(layer, query, key, value, scale, window)
+        return super().attend(layer, query, key, value, how)
 
 
 def alike_until(prompts: Sequence[tuple[int, ...]]) -> int:

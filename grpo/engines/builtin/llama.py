@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.models.head import is_one_matrix
-from grpo.models.packed_attention import AttentionPlan
+from grpo.models.packed_attention import AttentionPlan, How
 
 # parameters of a model whose matrices are joined: that copies them, and saves less the larger they are
 SMALL = 1 << 24
@@ -73,7 +73,7 @@ class LlamaCache(KVCache):
             turned, value = joined.narrow(1, 0, heads + kv), joined.narrow(1, heads + kv, kv)
             turned = (turned * cos).add_(turned.roll(width // 2, -1).mul_(sin)).transpose(0, 1)[None]
             query, key = turned.narrow(1, 0, heads), turned.narrow(1, heads, kv)
-            attended = plan.attend(i, query, key, value.transpose(0, 1)[None], width**-0.5, None)[0].flatten(1)
+            attended = plan.attend(i, query, key, value.transpose(0, 1)[None], How(width**-0.5))[0].flatten(1)
             if torch.is_tensor(logits_to_keep) and i + 1 == len(self.layers):
                 x, attended = x[logits_to_keep], attended[logits_to_keep]
             x = F.linear(attended, out).add_(x)

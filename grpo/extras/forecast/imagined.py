@@ -234,8 +234,8 @@ def in_sampling(
     prompts = Packed(prompts_of(policy, prompt_tokens, count), [[]] * count, torch.device("cpu"))
     last = torch.arange(1, count + 1) * prompt_tokens - 1
     with Live(before) as live:
-        with attending(policy):
-            policy(prompts.ids, position_ids=prompts.positions, plan=prompts, use_cache=False, logits_to_keep=last)
+        with attending(policy, prompts):
+            policy(prompts.ids, position_ids=prompts.positions, use_cache=False, logits_to_keep=last)
         kind = torch.float32 if has_float32_head(policy) else dtype
         logits = next(policy.parameters()).new_empty(rows, vocabulary, dtype=kind)
         at_once = logits[: max(1, LOGITS_PER_DRAW // vocabulary)]

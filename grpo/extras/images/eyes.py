@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from grpo.env.pictures import Picture, picture_of
 from grpo.extras.images.sight import MUTUAL, PIXELS, ROTARY, Sight, size_of
 from grpo.models.head import States
-from grpo.models.packed_attention import Packed, Unplanned
+from grpo.models.packed_attention import PLAN, Packed, Unplanned
 from grpo.system.errors import UserError
 from grpo.system.memory import sent
 
@@ -175,7 +175,7 @@ class Sees:
         return hidden.flatten(0, -2).index_add(0, places, features.to(hidden)).view_as(hidden)
 
     def forward(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        plan, past = kwargs.get("plan"), kwargs.get("past_key_values")
+        plan, past = PLAN.get(None), kwargs.get("past_key_values")
         steps = plan is not None and not isinstance(plan, Packed)  # of an engine, whose tokens are words
         if input_ids is None or steps or (past is not None and past.get_seq_length()):
             return super().forward(input_ids, *args, **kwargs)

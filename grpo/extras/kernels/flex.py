@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from grpo.extras.kernels.agreement import gradient_disagreement
 from grpo.extras.kernels.fallback import Replaceable
 from grpo.models.logprobs import Layout
-from grpo.models.packed_attention import Packed
+from grpo.models.packed_attention import How, Packed
 from grpo.models.packing import Compare, disagreement
 from grpo.models.trusted import objection
 from grpo.system.memory import sent
@@ -38,13 +38,15 @@ class FlexKernel(Replaceable):
         """FlexAttention as kernels of a GPU. More graphs than torch allows are an error, not a slow kernel."""
         return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
-    ) -> Tensor | None:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, how: How) -> Tensor | None:
         """Return the output, [1, H, T, D]; None if it fails, after a warning. query: [1, H, T, D]; key, value: [1, K, T, D]."""
         function = self.compiled if query.is_cuda else flex_attention
+        if how.scores is not None:
+            function = partial(how.scores.fused, function)
         try:
-            return function(query, key, value, block_mask=mask, scale=scale, enable_gqa=key.shape[1] != query.shape[1])
+            return function(
+                query, key, value, block_mask=mask, scale=how.scale, enable_gqa=len(key[0]) != len(query[0])
+            )
         except Exception as error:  # a compiler may raise anything
             # a backward pass computes a layer again, and needs what the kernel gave: the whole update is made again
             if torch._C._current_graph_task_id() >= 0 or not self.raised(error):
@@ -52,12 +54,10 @@ class FlexKernel(Replaceable):
             self.fail(error)
             return None
 
-    def attend(
-        self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor | None:
-        if window not in plan.masks:
-            plan.masks[window] = block_mask(plan, window)
-        return self(query, key, value, plan.masks[window], scale)
+    def attend(self, plan: Packed, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor | None:
+        if how.window not in plan.masks:
+            plan.masks[how.window] = block_mask(plan, how)
+        return self(query, key, value, plan.masks[how.window], how)
 
     def padding(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]) -> int:
         """Return how many tokens a row lacks to whole blocks, and to the fewest."""
@@ -76,13 +76,13 @@ class FlexKernel(Replaceable):
 FLEX = FlexKernel()
 
 
-def block_mask(plan: Packed, window: int | None) -> BlockMask:
+def block_mask(plan: Packed, how: How) -> BlockMask:
     """Return the mask of a row, from the two intervals of keys that each of its T tokens sees, see `blocks_of`."""
     count = len(plan.prompt_lengths)
     starts, index = torch.tensor(plan.starts), torch.arange(len(plan.prompt_of))
     first, length, in_row = starts[plan.prompt_of], plan.prompt_lengths[plan.prompt_of], plan.row_of >= 0
     row = torch.where(in_row, starts[count + plan.row_of.clamp(min=0)], first) if in_row.any() else first
-    hidden = torch.zeros_like(index) if window is None else (plan.within - window + 1).clamp(min=0)  # keys before
+    hidden = how.hidden(plan.within)
     seen = [first + hidden, torch.where(in_row, first + length, index + 1)]
     seen += [row + (hidden - length).clamp(min=0), torch.where(in_row, index + 1, 0)]
     return blocks_of(sent(torch.stack(seen).int(), plan.device))

@@ -137,7 +137,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return found
 
 
-def spelled(value: Any, digits: int = 12) -> str:
+def typed_as(value: Any, digits: int = 12) -> str:
     """Return a setting as people type it: a number in so many digits at most, below 0.001 as 5e-5."""
     if not isinstance(value, float):
         return str(value)
@@ -148,10 +148,10 @@ def spelled(value: Any, digits: int = 12) -> str:
 
 
 def spelled_apart(values: Iterable[Any]) -> dict[Any, str]:
-    """Return how each of these settings is spelled: numbers in four digits if these tell them apart."""
+    """Return how each of these settings is typed_as: numbers in four digits if these tell them apart."""
     values = set(values)
-    short = {value: spelled(value, 4) for value in values}
-    return short if len({*short.values()}) == len(values) else {value: spelled(value) for value in values}
+    short = {value: typed_as(value, 4) for value in values}
+    return short if len({*short.values()}) == len(values) else {value: typed_as(value) for value in values}
 
 
 def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict[str, list[Run]]:

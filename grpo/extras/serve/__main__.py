@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from hydra.utils import instantiate
 
 from grpo.apps.cli import one_line_errors, quiet
+from grpo.config.appendix import of_appendix
 from grpo.config.composing import composed
 from grpo.config.help import described
 from grpo.config.validation import check_values
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.setswitchinterval(SWITCH)
     device = device_of(config.device)
     with socket.create_server((host, port), family=family(host)) as listener:
+        of_appendix("scores.door.follow_scores", tuple)()
         pretrained = instantiate(config.model)
         if pretrained.vision:
             raise UserError("a server takes no pictures yet: set model.vision=null")

@@ -17,8 +17,8 @@ from grpo.engines.builtin.engine import CACHES
 from grpo.engines.builtin.kv_cache import KVCache, Prefill
 from grpo.extras.state_layers.calls import Convolution, Scan
 from grpo.extras.state_layers.following import follow
-from grpo.extras.state_layers.packed import InPacked
-from grpo.models.packed_attention import AttentionPlan, attending
+from grpo.extras.state_layers.packed import KNOWN, InPacked
+from grpo.models.packed_attention import AttentionPlan
 
 
 class StateCache(KVCache):
@@ -30,10 +30,10 @@ class StateCache(KVCache):
         self.of_samples: list[Tensor] = []  # what each function carries, [B, ...]
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
-        inputs = {"input_ids": ids, "position_ids": positions, "logits_to_keep": logits_to_keep}
         self.number = 0
-        with attending(self.model, plan=StatePrefill(self, plan) if isinstance(plan, Prefill) else self):
-            return self.model(**inputs, plan=plan, use_cache=False).logits[0]
+        if isinstance(plan, Prefill):
+            KNOWN[plan] = StatePrefill(self, plan)
+        return super().forward(plan, ids, positions, logits_to_keep)
 
     def admit(self, waiting: deque[int]) -> tuple[list[int], Tensor | None]:
         new, logits = super().admit(waiting)
@@ -98,7 +98,7 @@ class StatePrefill(InPacked):
             self.cache.after_prompts.setdefault(u, []).append(one[None])
 
 
-def prepare(model: nn.Module) -> None:
+def follow_states(model: nn.Module) -> None:
     """Let the layers of a model that carry a state follow plans, and the engine try a cache of states."""
     if follow(model) and StateCache not in CACHES:
         CACHES.append(StateCache)

@@ -47,6 +47,5 @@ class Following:
         self.function, self.way = function, way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (plan := PLAN.get()) is None:
-            return self.function(*args, **kwargs)
-        return self.way(mixing_of(plan), self.function, args, kwargs)
+        mixing = mixing_of(PLAN.get())
+        return self.way(mixing, self.function, args, kwargs) if mixing else self.function(*args, **kwargs)

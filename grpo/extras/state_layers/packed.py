@@ -121,10 +121,8 @@ def on_the_left(lengths: Tensor) -> Tensor:
 KNOWN: WeakKeyDictionary[Packed, InPacked] = WeakKeyDictionary()
 
 
-def mixing_of(plan: Any) -> Mixing:
-    """Return what computes the functions of a pass with this plan."""
-    if hasattr(plan, "convolve"):
-        return plan
-    if plan not in KNOWN:
+def mixing_of(plan: Any) -> Mixing | None:
+    """Return what computes the functions of a pass with this plan; None if it is not one of sequences with states."""
+    if isinstance(plan, Packed) and plan not in KNOWN:
         KNOWN[plan] = InPacked(plan)
-    return KNOWN[plan]
+    return KNOWN[plan] if isinstance(plan, Packed) else plan if hasattr(plan, "convolve") else None

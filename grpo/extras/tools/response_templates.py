@@ -31,9 +31,9 @@ def form_described(template: ResponseTemplate) -> Form | None:
     field = template.fields.get("tool_calls")
     if field is None or field.open_re is None:
         return None
-    begin, end = (plain(anchor) for anchor in (field.open_re, field.close_re))
+    begin, end = (literal_of(anchor) for anchor in (field.open_re, field.close_re))
     marks = re.findall(r"</?\|?[^<>\s|]+\|?>|\[/?[A-Z_]+\]", f"{begin} {end}")
-    return Form(partial(parsed, template=template), f"between {begin} and {end or 'the end'}", tuple(marks))
+    return Form(partial(parsed_by, template=template), f"between {begin} and {end or 'the end'}", tuple(marks))
 
 
 def tags_described(template: ResponseTemplate) -> Tags | None:
@@ -41,18 +41,18 @@ def tags_described(template: ResponseTemplate) -> Tags | None:
     field = next((template.fields[name] for name in FIELDS if name in template.fields), None)
     if field is None or field.open_re is None or field.close_re is None:
         return None
-    begin, end = plain(field.open_re), plain(field.close_re)
+    begin, end = literal_of(field.open_re), literal_of(field.close_re)
     exact = field.open_re.fullmatch(begin) and field.close_re.fullmatch(end)
     return Tags(begin, "", end) if begin and end and exact else None
 
 
-def plain(anchor: Any) -> str:
+def literal_of(anchor: Any) -> str:
     """Return the text that a mark's pattern begins with, without the space round it; "" for no mark."""
     literal = re.match(r"(?:\\\W|[^\\()\[\]{}.*+?|^$])*", anchor.pattern)[0] if anchor else ""
     return re.sub(r"\\(.)", r"\1", literal).strip()
 
 
-def parsed(text: str, tools: Sequence[ToolSpec], start: int, template: ResponseTemplate) -> Parsed:
+def parsed_by(text: str, tools: Sequence[ToolSpec], start: int, template: ResponseTemplate) -> Parsed:
     """Reads the calls outside of thoughts."""
     said, calls = text[:start], []
     for i, piece in enumerate(re.split(f"({OPENED}.*?(?:{CLOSED}|\\Z))", text[start:], flags=re.DOTALL)):
@@ -64,7 +64,7 @@ def parsed(text: str, tools: Sequence[ToolSpec], start: int, template: ResponseT
             message = parse_response(piece, template, prefix="", tools=[tool.as_dict() for tool in tools])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Malformed(f"a call is broken, {one_line(error, 200)}") from None
-        calls += [one_call(call) for call in flat(message.get("tool_calls") or ())]
+        calls += [one_call(call) for call in each_of(message.get("tool_calls") or ())]
     return (said, calls) if calls else (text, [])
 
 
@@ -74,12 +74,12 @@ def without_calls(text: str, template: ResponseTemplate) -> str:
     while opened := field.open_re.search(text, at):
         closed = field.close_re.search(text, opened.end()) if field.close_re else None
         if field.close_re and not closed:
-            raise Malformed(f"{plain(field.close_re)} is missing after the last call")
+            raise Malformed(f"{literal_of(field.close_re)} is missing after the last call")
         outside, at = outside + text[at : opened.start()], closed.end() if closed else len(text)
     return outside + text[at:]
 
 
-def flat(calls: Sequence[Any]) -> Iterator[Any]:
+def each_of(calls: Sequence[Any]) -> Iterator[Any]:
     """Yield calls that stand in lists in this list, or in itself."""
     for call in calls:
         yield from call if isinstance(call, list) else [call]

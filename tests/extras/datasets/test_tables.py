@@ -79,7 +79,9 @@ def test_a_csv_file_of_a_spreadsheet_has_semicolons_and_letters_of_its_language(
     assert names == ["Frage", "Lösung", "Maß"] and has("Lösung")
     for streaming in (False, True):
         rows = Dataset(str(file), ("Frage",), splits={"train": "train"}, streaming=streaming, train_limit=2)
-        assert [*rows.split("train")] == [row | ({"Lösung": "5"} if streaming and row["Lösung"] else {}) for row in wanted]
+        assert [*rows.split("train")] == [
+            row | ({"Lösung": "5"} if streaming and row["Lösung"] else {}) for row in wanted
+        ]
     assert read_file(file).where(1) == f"{file}, line 4"
     assert golds_in(file, "Frage", "Lösung", ["4?", wanted[0]["Frage"]]) == {
         key_of(texts_only("4?")): [""],

@@ -8,14 +8,16 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from helpers.models import SIZES, batch_of, measured, model_of
 from torch._dynamo.utils import counters
+from transformers import AttentionInterface
 
 from grpo.extras.forecast.imagined import Live
 from grpo.extras.kernels import flex
 from grpo.extras.kernels.agreement import gradient_disagreement
 from grpo.extras.kernels.flex import FLEX, FlexKernel
+from grpo.extras.scores.weighed import Weighed
 from grpo.models import packing
 from grpo.models.logprobs import completion_logprobs
-from grpo.models.packed_attention import Packed
+from grpo.models.packed_attention import NAME, How, Packed, by_plan
 
 CPU = torch.device("cpu")
 
@@ -59,7 +61,7 @@ def test_the_mask_is_the_one_that_torch_makes_of_the_rule():
         assert tokens % 128 == 0 and tokens >= 640
         for window in (None, 1, 130):
             expected = torch_flex.create_block_mask(rule(plan, window), None, None, tokens, tokens, device="cpu")
-            got = flex.block_mask(plan, window)
+            got = flex.block_mask(plan, How(window=window))
             for name in BLOCKS:
                 torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=0, rtol=0)
             q, k = torch.arange(tokens)[:, None], torch.arange(tokens)
@@ -75,7 +77,7 @@ def test_the_mask_takes_a_tenth_of_a_byte_for_a_pair_of_tokens():
     """torch's own takes 3 bytes: 12.9 GB for 65,536 tokens."""
     plan = Packed([[1] * 64] * 8, [[[1] * 240] * 4] * 8, CPU, FLEX)
     with Live([plan.ids, plan.positions]) as live:
-        flex.block_mask(plan, None)
+        flex.block_mask(plan, How())
     assert plan.ids.shape[1] == 8192
     assert live.most.total() < 0.1 * 8192**2
 
@@ -93,6 +95,24 @@ def test_one_kernel_serves_all_windows_and_lengths(compiled, fresh):
             torch.testing.assert_close(gradients[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
     assert counters["stats"]["unique_graphs"] == 2
     assert not fresh.failed
+
+
+@pytest.mark.slow
+def test_caps_and_sinks_are_in_its_kernel(compiled, fresh):
+    """Forward and backward, in no more graphs for more windows."""
+    lengths, generator = ([300, 9], [[150, 40], [5]]), torch.Generator().manual_seed(0)
+    prompts, rows = [[1] * n for n in lengths[0]], [[[1] * n for n in some] for some in lengths[1]]
+    plan, plain = Packed(prompts, rows, CPU, FLEX), Packed([*prompts, [0] * 136], [*rows, []], CPU)
+    shapes = (1, 4, 640, 8), (1, 2, 640, 8), (1, 2, 640, 8), (4,)
+    *given, sinks = [torch.randn(*shape, generator=generator, requires_grad=True) for shape in shapes]
+    for window in (None, 5, 7):
+        how = How(0.3, window, Weighed(1.5, sinks))
+        found, expected = FLEX.attend(plan, *given, how).transpose(1, 2), plain.attend(0, *given, how)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        error = torch.randn(found.shape, generator=generator)
+        of_found, of_expected = (torch.autograd.grad(out, [*given, sinks], error) for out in (found, expected))
+        torch.testing.assert_close(of_found, of_expected, atol=1e-4, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] <= 2 and not fresh.failed
 
 
 def test_a_kernel_that_fails_is_warned_of_and_replaced(monkeypatch, caplog, fresh):
@@ -118,7 +138,7 @@ def test_memory_that_runs_out_is_not_the_kernels_fault(monkeypatch, fresh):
     monkeypatch.setattr(flex, "flex_attention", full)
     one = torch.zeros(1, 1, 640, 8)
     with pytest.raises(torch.OutOfMemoryError):
-        FLEX.attend(Packed([[1] * 5], [[]], CPU, FLEX), one, one, one, None, None)
+        FLEX.attend(Packed([[1] * 5], [[]], CPU, FLEX), one, one, one, How())
     assert not FLEX.failed
 
 
@@ -127,8 +147,8 @@ def test_layers_of_one_model_have_windows_of_their_own(fresh):
     plan, alone = (Packed([[1] * 5], [[[1] * 7]], CPU, FLEX) for _ in range(2))
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 1, plan.ids.shape[1], 8).unbind()
-    whole, narrow = (FLEX.attend(plan, query, key, value, None, window) for window in (None, 2))
-    assert torch.equal(narrow, FLEX.attend(alone, query, key, value, None, 2)) and not torch.equal(narrow, whole)
+    whole, narrow = (FLEX.attend(plan, query, key, value, How(window=window)) for window in (None, 2))
+    assert torch.equal(narrow, FLEX.attend(alone, query, key, value, How(window=2))) and not torch.equal(narrow, whole)
 
 
 @pytest.mark.parametrize("what", ["values", "gradient"])
@@ -149,12 +169,14 @@ def test_a_kernel_that_is_wrong_is_found_before_the_first_update(monkeypatch, fr
 
 
 def test_a_run_on_a_gpu_is_told_why_it_has_plain_attention(monkeypatch, caplog, fresh):
-    """The parameters claim to be on a GPU, and compute on the CPU. Gemma 2 fits neither kernel: one warning, of the layout."""
+    """The parameters claim to be on a GPU, and compute on the CPU. Without
+    extras/scores Gemma 2 fits neither kernel: one warning, of the layout."""
 
     class OnGpu(torch.nn.Parameter):
         is_cuda = True
 
     right = torch_flex.flex_attention
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, by_plan)
     monkeypatch.setattr(packing, "ON_GPU", [FLEX])
     monkeypatch.setattr(flex, "flex_attention", lambda *given, **named: 1.1 * right(*given, **named))
     for family, said in {

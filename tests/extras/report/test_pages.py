@@ -19,7 +19,7 @@ from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.comparison import arms_of, compare
 from grpo.extras.report.folder import answers, curves_of, folder_data, line
 from grpo.extras.report.run import embedded
-from grpo.extras.report.runs import arms, curves, differences, load, spelled
+from grpo.extras.report.runs import arms, curves, differences, load, typed_as
 from grpo.extras.report.serve import answer, serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -154,7 +154,7 @@ def test_labels_have_as_many_digits_as_tell_arms_apart(tmp_path):
 @needs_node
 def test_a_small_number_is_spelled_alike_in_tables_and_labels():
     assert in_script({}, f"[{','.join(map(json.dumps, SPELLED))}].map(asText)") == [*SPELLED.values()]
-    assert [spelled(value) for value in SPELLED][:-1] == [*SPELLED.values()][:-1]
+    assert [typed_as(value) for value in SPELLED][:-1] == [*SPELLED.values()][:-1]
     assert in_script({}, "[1e-7, 1.5e-7, 1.234e-7, 1e-10].map((value) => tell(value))") == [
         "1e-7",
         "1.5e-7",
