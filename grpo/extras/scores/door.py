@@ -38,7 +38,7 @@ def follow_scores() -> None:
 def following(attention: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function for transformers that turns arguments of families into those of `How`."""
 
-    def known(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
+    def known(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
         cap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
         if cap is not None or sinks is not None:
             kwargs["scores"] = Weighed(cap, sinks)
@@ -48,7 +48,7 @@ def following(attention: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["sliding_window"] = Chunk(config.attention_chunk_size)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = tuned(module, query)
-        return attention(module, query, key, value, mask, **kwargs)
+        return attention(module, query, key, value, attention_mask, **kwargs)
 
     return known
 
@@ -57,11 +57,11 @@ def with_caps(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     """Return transformers' attention by sdpa with the caps that a model asks for, which sdpa leaves out."""
 
     @wraps(sdpa)
-    def known(module: nn.Module, *tensors: Tensor | None, **kwargs: Any):
+    def known(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any):
         if kwargs.get("softcap") is None:
-            return sdpa(module, *tensors, **kwargs)
-        capped = Weighed(kwargs["softcap"])  # of query, key, value and mask
-        return capped(*tensors, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
+            return sdpa(module, query, key, value, attention_mask, **kwargs)
+        capped = Weighed(kwargs["softcap"])
+        return capped(query, key, value, attention_mask, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 
     return known
 
