@@ -379,11 +379,11 @@ def test_words_on_a_plot_are_side_by_side_each_with_its_interval(tmp_path):
         done(tmp_path / str(job), 0, lr, right)
     _, _, arms = folders.newest_sweep(tmp_path)
     (axes,) = figures.swept(arms).axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["auto", "0.5"]
-    assert axes.collections[-1].get_offsets().tolist() == [[0, 0.0], [1, 0.75]]
-    table = figures.by_seed(arms)
-    bars = figures.effects(arms)["optim.lr"]
-    assert bars[["low", "high"]].to_numpy().tolist() == table[["low", "high"]].to_numpy().tolist()
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.5", "auto"]
+    assert axes.collections[-1].get_offsets().tolist() == [[1, 0.0], [0, 0.75]]
+    ends = figures.by_seed(arms)[["low", "high"]]
+    bars = figures.effects(arms)["optim.lr"][["low", "high"]]
+    assert [[*bars.loc[name]] for name in ("auto", "0.5")] == ends.to_numpy().tolist()
 
 
 @pytest.mark.parametrize(
