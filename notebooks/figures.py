@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo.extras.losses.anatomy import against_ratio
 from grpo.extras.report.comparison import compared
 from grpo.extras.report.run_plots import COLOURS, panels, tidy
-from grpo.extras.report.runs import arms, differences, typed_as
+from grpo.extras.report.runs import arms, differences, in_digits
 from grpo.extras.report.statistics import over_seeds
 from grpo.objectives.algorithm import Algorithm
 from grpo.runs.run import Run
@@ -108,7 +108,7 @@ def values_of(runs: Sequence[Run], values: Mapping[Run, Any]) -> list[float | st
     found = [values[run] for run in runs]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in found):
         return found
-    return ["default" if value is None else typed_as(value) for value in found]
+    return ["default" if value is None else in_digits(value) for value in found]
 
 
 def swept(done: Mapping[str, list[Run]]) -> Figure | None:
@@ -127,7 +127,7 @@ def swept(done: Mapping[str, list[Run]]) -> Figure | None:
             axes.set_xscale("log")
             axes.minorticks_off()
         if numbers and len(table) <= 8:
-            axes.set_xticks(table.index, [typed_as(float(value), 4) for value in table.index])
+            axes.set_xticks(table.index, [in_digits(float(value), 4) for value in table.index])
         elif numbers:  # a search has drawn them
             axes.minorticks_on()
         else:

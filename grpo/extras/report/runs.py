@@ -137,7 +137,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return found
 
 
-def typed_as(value: Any, digits: int = 12) -> str:
+def in_digits(value: Any, digits: int = 12) -> str:
     """Return a setting as people type it: a number in so many digits at most, below 0.001 as 5e-5."""
     if not isinstance(value, float):
         return str(value)
@@ -147,11 +147,11 @@ def typed_as(value: Any, digits: int = 12) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def spelled_apart(values: Iterable[Any]) -> dict[Any, str]:
-    """Return how each of these settings is typed_as: numbers in four digits if these tell them apart."""
+def digits_apart(values: Iterable[Any]) -> dict[Any, str]:
+    """Return how each of these settings is spelled: numbers in four digits if these tell them apart."""
     values = set(values)
-    short = {value: typed_as(value, 4) for value in values}
-    return short if len({*short.values()}) == len(values) else {value: typed_as(value) for value in values}
+    short = {value: in_digits(value, 4) for value in values}
+    return short if len({*short.values()}) == len(values) else {value: in_digits(value) for value in values}
 
 
 def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict[str, list[Run]]:
@@ -160,7 +160,7 @@ def arms(runs: Iterable[Run], found: Sequence[Difference] | None = None) -> dict
     runs = list(runs)
     found = differences(runs) if found is None else found
     texts = {
-        one.name: spelled_apart(value for value in one.values.values() if isinstance(value, float)) for one in found
+        one.name: digits_apart(value for value in one.values.values() if isinstance(value, float)) for one in found
     }
     groups: dict[str, list[Run]] = {}
     for run in runs:

@@ -19,7 +19,7 @@ from grpo.extras.report.changes import changed_problems
 from grpo.extras.report.comparison import arms_of, compare
 from grpo.extras.report.folder import answers, curves_of, folder_data, line
 from grpo.extras.report.run import embedded
-from grpo.extras.report.runs import arms, curves, differences, load, typed_as
+from grpo.extras.report.runs import arms, curves, differences, in_digits, load
 from grpo.extras.report.serve import answer, serve
 from grpo.runs.run import Run
 from grpo.system.errors import UserError
@@ -154,7 +154,7 @@ def test_labels_have_as_many_digits_as_tell_arms_apart(tmp_path):
 @needs_node
 def test_a_small_number_is_spelled_alike_in_tables_and_labels():
     assert in_script({}, f"[{','.join(map(json.dumps, SPELLED))}].map(asText)") == [*SPELLED.values()]
-    assert [typed_as(value) for value in SPELLED][:-1] == [*SPELLED.values()][:-1]
+    assert [in_digits(value) for value in SPELLED][:-1] == [*SPELLED.values()][:-1]
     assert in_script({}, "[1e-7, 1.5e-7, 1.234e-7, 1e-10].map((value) => tell(value))") == [
         "1e-7",
         "1.5e-7",
@@ -200,7 +200,7 @@ def test_a_folder_holds_its_runs_their_comparisons_and_their_answers(tmp_path):
     assert [(one["item"], [said["correct"] for said in one["said"].values()]) for one in data["problems"]] == [
         ("0", [True, False, False]), ("1", [True, False, False]),
     ]  # fmt: skip
-    assert data["asked"] == 4 and data["prediction"] is None  # two accuracies are no curve
+    assert data["asked"] == 4
     (made,) = data["evaluations"]
     assert (made["name"], made["of"], made["problems"], made["accuracy"]) == (
         "eval/2026-11-22_21-40-17", "a/checkpoints/best", 4, 0.25,
