@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, compose_config
 from helpers.documents import PAGES, commands, composable
 
+from grpo.config.early import without_grader
 from grpo.runs.run import Run
 from grpo.system.errors import PreflightError
 from train import train
@@ -46,6 +47,7 @@ OTHER = [  # words of a command, and what takes their place
 MINE = """
 def reward(completions, **_): return [float(len(text) % 3) for text in completions]
 def brevity(completions, **_): return reward(completions)
+def total_variation(student, teacher): return (student.exp() - teacher.exp()).abs().sum(-1) / 2
 """
 GAME = """
 class Game:
@@ -107,6 +109,7 @@ def test_a_documented_run_passes_its_preflight(name, toy, tmp_path, monkeypatch)
     (rows / "game.py").write_text(GAME)
     words = small(composable(RUNS[name]), toy, rows)
     config = compose_config(*words, "preflight=only", "forecast=false", "logger=none", f"output_dir={tmp_path}/run")
+    without_grader(config)  # as the command line does
     config.rollout.prompts = min(config.rollout.prompts, 8)
     replaced = re.search(f"{toy}|{rows}", " ".join(words))
     if replaced:  # a random model needs no second look
