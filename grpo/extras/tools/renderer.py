@@ -37,7 +37,7 @@ HOW: tuple[Mapping[str, bool], ...] = (
 # a call and a tool with which a template is tried
 TRIED = ToolCall("find", {"text": 'a "b"\nc', "k": 2, "deep": True})
 KINDS_TRIED = {
-    name: {"type": kind, "description": "Of it."}
+    name: {"type": kind, "description": "A value."}
     for name, kind in (("text", "string"), ("k", "integer"), ("deep", "boolean"))
 }
 FIND = ToolSpec("find", "Find.", {"type": "object", "properties": KINDS_TRIED})

@@ -33,7 +33,7 @@ def form_described(template: ResponseTemplate) -> Form | None:
         return None
     begin, end = (literal_of(anchor) for anchor in (field.open_re, field.close_re))
     marks = re.findall(r"</?\|?[^<>\s|]+\|?>|\[/?[A-Z_]+\]", f"{begin} {end}")
-    return Form(partial(parsed_by, template=template), f"between {begin} and {end or 'the end'}", tuple(marks))
+    return Form(partial(read_described, template=template), f"between {begin} and {end or 'the end'}", tuple(marks))
 
 
 def tags_described(template: ResponseTemplate) -> Tags | None:
@@ -48,11 +48,11 @@ def tags_described(template: ResponseTemplate) -> Tags | None:
 
 def literal_of(anchor: Any) -> str:
     """Return the text that a mark's pattern begins with, without the space round it; "" for no mark."""
-    literal = re.match(r"(?:\\\W|[^\\()\[\]{}.*+?|^$])*", anchor.pattern)[0] if anchor else ""
-    return re.sub(r"\\(.)", r"\1", literal).strip()
+    literal = re.compile(r"(?:\\\W|[^\\()\[\]{}.*+?|^$])*").match(anchor.pattern if anchor else "")
+    return re.sub(r"\\(.)", r"\1", literal[0]).strip() if literal else ""
 
 
-def parsed_by(text: str, tools: Sequence[ToolSpec], start: int, template: ResponseTemplate) -> Parsed:
+def read_described(text: str, tools: Sequence[ToolSpec], start: int, template: ResponseTemplate) -> Parsed:
     """Reads the calls outside of thoughts."""
     said, calls = text[:start], []
     for i, piece in enumerate(re.split(f"({OPENED}.*?(?:{CLOSED}|\\Z))", text[start:], flags=re.DOTALL)):
@@ -64,7 +64,7 @@ def parsed_by(text: str, tools: Sequence[ToolSpec], start: int, template: Respon
             message = parse_response(piece, template, prefix="", tools=[tool.as_dict() for tool in tools])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Malformed(f"a call is broken, {one_line(error, 200)}") from None
-        calls += [one_call(call) for call in each_of(message.get("tool_calls") or ())]
+        calls += [one_call(call) for call in unnested(message.get("tool_calls") or ())]
     return (said, calls) if calls else (text, [])
 
 
@@ -75,11 +75,14 @@ def without_calls(text: str, template: ResponseTemplate) -> str:
         closed = field.close_re.search(text, opened.end()) if field.close_re else None
         if field.close_re and not closed:
             raise Malformed(f"{literal_of(field.close_re)} is missing after the last call")
-        outside, at = outside + text[at : opened.start()], closed.end() if closed else len(text)
+        end = closed.end() if closed else len(text)
+        if end <= at:  # a template whose marks match nothing
+            break
+        outside, at = outside + text[at : opened.start()], end
     return outside + text[at:]
 
 
-def each_of(calls: Sequence[Any]) -> Iterator[Any]:
+def unnested(calls: Sequence[Any]) -> Iterator[Any]:
     """Yield calls that stand in lists in this list, or in itself."""
     for call in calls:
         yield from call if isinstance(call, list) else [call]

@@ -160,7 +160,7 @@ ASKED = {
 
 @pytest.mark.parametrize("family", ASKED)
 def test_a_template_that_spells_its_history_otherwise_has_the_form_that_it_asks_for(family):
-    """Those of Llama 3.2, Llama 4 and Phi-4-mini write texts without quotation marks, numbers with them, or no marker."""
+    """Llama 3.2 has texts without quotation marks there, Llama 4 numbers with them, Phi-4-mini no marker."""
     asked, history, said = ASKED[family]
     own = renderer(history, asked)
     assert own.form == family.partition(",")[0]
@@ -179,7 +179,7 @@ def test_a_text_of_a_pythonic_call_stays_one_where_the_schema_allows_it():
 
 
 def test_a_template_that_knows_no_conversation_without_tools():
-    """As those of Command R and Hermes 2 Pro."""
+    """Command R and Hermes 2 Pro have such templates."""
     own = renderer(OWN["command_r"])
     own.tokenizer.chat_template = own.tokenizer.chat_template.replace("tools or []", "tools")
     assert TokenizerRenderer(own.tokenizer).form == "command_r"
