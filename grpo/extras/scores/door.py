@@ -57,7 +57,9 @@ def with_caps(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     """Return transformers' attention by sdpa with the caps that a model asks for, which sdpa leaves out."""
 
     @wraps(sdpa)
-    def known(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any):
+    def known(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ):
         if kwargs.get("softcap") is None:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
         capped = Weighed(kwargs["softcap"])
