@@ -163,7 +163,7 @@ def test_without_the_private_names_hydra_composes_alone(monkeypatch):
 
 
 def test_letters_of_every_language_need_no_quotes():
-    """In values, keys, lists, dictionaries and sweeps. Quotes change nothing; a letter that Hydra has not belongs to a text."""
+    """In values, keys, lists, dictionaries and sweeps; quotes change nothing, and other signs beyond ASCII are letters."""
     words = "task.path=Übungen/größe.csv +task.größe=5€ +a=[nän,'ß',e\u0301] +b={größe:1,kürze:{ß:日本}} +c=\"ä\""
     config = composed("train", ["task=jsonl", *words.split(" ")])
     assert (config.task.path, config.task["größe"], config.c) == ("Übungen/größe.csv", "5€", "ä")

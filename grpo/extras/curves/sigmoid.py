@@ -25,6 +25,7 @@ STARTS = np.linspace(0, 1, 15)  # values of R0 for a node of the grid, in its ra
 PARAMETERS = 4
 FEWEST = PARAMETERS + 1  # points of a run
 NARROW = 0.1  # an interval of A that ends at 1 says something if it is not wider
+WIDEST = 0.5  # an interval of A over seeds that is wider says nothing
 EDGE = 1e-6  # accuracies so near to 0 or 1 count as that
 
 
@@ -196,7 +197,7 @@ class Fit:
     @cached_property
     def reason(self) -> str | None:
         """Why the points do not give A, B and C_mid; None if they do. The points must rise by more than their noise explains, and
-        the 95 % interval of A must end below 1, or not be wider than NARROW."""
+        the 95 % interval of A must end below 1, or not be wider than NARROW; over seeds it must not be wider than WIDEST."""
         mean = (self.w @ self.y) / self.w.sum()
         rise = (self.w @ (self.y - mean) ** 2 - self.least) / (PARAMETERS - 1)
         scatter = self.least / self.degrees
@@ -207,6 +208,10 @@ class Fit:
         _, low, high, _ = self.profile(np.inf)
         if high > 1 - EDGE and high - low > NARROW:
             return f"no ceiling is in sight: any from {100 * low:.0f} % to 100 % fits the points"
+        if len(self.curves) > 1:
+            _, low, high, _ = self.at(np.inf)
+            if high - low > WIDEST:
+                return f"these seeds leave any ceiling from {100 * low:.0f} % to {100 * high:.0f} %: add seeds"
         return None
 
     # -- intervals

@@ -53,6 +53,14 @@ def test_what_is_flat_or_straight_is_refused():
     assert Fit([drawn(DEMO, EVERY_4, 200, rng)]).reason is None
 
 
+def test_seeds_that_differ_give_no_ceiling():
+    """Two runs with ceilings of 93 and 85 %: in log-odds 2.59 and 1.73, so half of the interval is 12.7 x 0.43 = 5.4."""
+    low = Sigmoid(0.27, 0.85, 2.0, 6.0)
+    two = [Points(EVERY_4, one.at(EVERY_4), np.full(21, 200)) for one in (DEMO, low)]
+    assert Fit(two).reason == "these seeds leave any ceiling from 3 % to 100 %: add seeds"
+    assert Fit([two[0]] * 2).reason is None
+
+
 def test_no_accuracy_is_above_one():
     fit = Fit([drawn(Sigmoid(0.5, 1.0, 1.5, 5.0), EVERY_4, 200, np.random.default_rng(0))])
     assert fit.reason is None and 0.95 < fit.at(320.0).high <= fit.at(np.inf).high == 1
