@@ -62,7 +62,7 @@ def by_seed(done: Mapping[str, list[Run]]) -> pd.DataFrame:
 
 
 def in_words(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of `by_seed` as texts, each number with its interval in one column. What there is not is empty."""
+    """Return the table of `by_seed` as texts, each number with its interval in one column. Unknown numbers are empty."""
 
     def percent(name: str) -> pd.Series:
         return table[name].map("{:.1%}".format, na_action="ignore")
