@@ -144,7 +144,9 @@ def measured(model, batch: TokenBatch, layout: str, kernel=None, entropies: bool
     return logprobs.detach(), entropy.detach(), gradients
 
 
-def agree(model, batch, layout, kernel=None, entropies=False, of_gradients: float = 1e-5) -> None:
+def agree(model, batch, layout, kernel=None, entropies=False) -> None:
+    # of a gated delta rule the gradients in every layout, and of rows alone, are up to 2.4e-5 from those in float64
+    rough = any(type(module).__name__.endswith("DeltaNet") for module in model.modules())
     expected = measured(model, batch, "padded", entropies=entropies)
     got = measured(model, batch, layout, kernel, entropies)
     torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=0)
@@ -152,7 +154,9 @@ def agree(model, batch, layout, kernel=None, entropies=False, of_gradients: floa
     assert got[2].keys() == expected[2].keys()
     for name, gradient in expected[2].items():
         scale = float(gradient.abs().max().clamp(min=1))
-        torch.testing.assert_close(got[2][name] / scale, gradient / scale, atol=of_gradients, rtol=0, msg=name)
+        torch.testing.assert_close(
+            got[2][name] / scale, gradient / scale, atol=3e-5 if rough else 1e-5, rtol=0, msg=name
+        )
 
 
 BOUND = {
