@@ -201,9 +201,8 @@ class Fit:
         mean = (self.w @ self.y) / self.w.sum()
         rise = (self.w @ (self.y - mean) ** 2 - self.least) / (PARAMETERS - 1)
         scatter = self.least / self.degrees
-        if rise <= TINY + fdtri(PARAMETERS - 1, self.degrees, 0.99) * (
-            scatter if self.n is None else max(1.0, scatter)
-        ):
+        noise = scatter if self.n is None else max(1.0, scatter)
+        if rise <= TINY + fdtri(PARAMETERS - 1, self.degrees, 0.99) * noise:
             return "the accuracy does not rise by more than its noise"
         _, low, high, _ = self.profile(np.inf)
         if high > 1 - EDGE and high - low > NARROW:

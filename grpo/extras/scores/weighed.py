@@ -62,6 +62,7 @@ class Weighed:
         return checkpoint(self.attended, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Return what `sdpa` does, from float32 scores of these rows alone. mask: [B or 1, 1, Q, S] bool."""
         with torch.autocast(query.device.type, enabled=False):
             by_key = query.float().reshape(*key.shape[:2], -1, query.shape[3])  # [B, K, H / K x Q, D]
             scores = (by_key @ key.float().mT).view(*query.shape[:3], -1)

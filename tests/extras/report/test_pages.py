@@ -200,7 +200,7 @@ def test_a_folder_holds_its_runs_their_comparisons_and_their_answers(tmp_path):
     assert [(one["item"], [said["correct"] for said in one["said"].values()]) for one in data["problems"]] == [
         ("0", [True, False, False]), ("1", [True, False, False]),
     ]  # fmt: skip
-    assert data["asked"] == 4
+    assert data["asked"] == 4 and data["prediction"] is None  # two accuracies are no curve
     (made,) = data["evaluations"]
     assert (made["name"], made["of"], made["problems"], made["accuracy"]) == (
         "eval/2026-11-22_21-40-17", "a/checkpoints/best", 4, 0.25,
