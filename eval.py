@@ -36,7 +36,7 @@ def compared(config: DictConfig) -> float:
     from grpo.system.output.console import console
 
     comparison = compare(arms := arms_of(OmegaConf.to_container(config.compare)), config.after)
-    if any(run.learned for runs in arms.values() for run in runs):
+    if config.after is None and any(run.learned for runs in arms.values() for run in runs):
         by_letter = dict(zip(comparison["arms"], arms.values(), strict=True))
         comparison["predictions"] = predictions(by_letter, config.compute, config.times)
     write_json(Path(config.output_dir) / "metrics.json", comparison)

@@ -17,6 +17,7 @@ import gc
 import importlib
 import inspect
 import os
+import re
 import resource
 import signal
 import sys
@@ -98,7 +99,10 @@ class Fault:
 
 def faults() -> list[Fault]:
     """Return the faults of the table. Raises ValueError for one that does not fit the code."""
-    table = yaml.load(TABLE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    text = TABLE.read_text(encoding="utf-8")
+    if twice := [file for file, times in Counter(re.findall(r"^(\S+):$", text, re.M)).items() if times > 1]:
+        raise ValueError(f"{twice[0]} is there twice, and YAML keeps the second")
+    table = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     found = [Fault(file, **{"tests": at.get("tests", ""), **one}) for file, at in table.items() for one in at["faults"]]
     for one in found:
         if (count := (ROOT / one.file).read_text(encoding="utf-8").count(one.old)) != 1:

@@ -107,9 +107,11 @@ def check_own(play: Any, engine: Any, callbacks: Sequence[Any], base: type) -> N
     for callback in filter(is_own, callbacks):
         for hook in [name for name in dir(base) if name.startswith("on_")]:
             if getattr(type(callback), hook, None) is not getattr(base, hook):
-                if hook.startswith(NEVER):
+                if hook.startswith(NEVER) and is_own(next(c for c in type(callback).__mro__ if hook in vars(c))):
                     line = f"callbacks ({code_name(callback)}): a run never calls {hook}"
                     raise UserError(f"{line}: take on_train_batch_end, where batch.evaluations has what was evaluated")
+                if hook.startswith(NEVER):  # of a class of Lightning's
+                    continue
                 wanted = base.__dict__[hook].__code__.co_varnames[1 : base.__dict__[hook].__code__.co_argcount]
                 given = len(wanted) - len(base.__dict__[hook].__defaults__ or ())
                 check_call("callbacks", callback, hook, wanted[:given])

@@ -1,9 +1,11 @@
 """The rows of a run: they are read, or for a forecast of memory made up where nobody gives them; one is tried."""
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from grpo.apps.trial import try_task
@@ -67,7 +69,21 @@ def check_teaching(task: Task | None, config: DictConfig) -> None:
         raise UserError(
             "teacher=rows, but algo.imitation.given=0 leaves its rows out of the loss: set a weight, as 0.1"
         )
+    if "Demonstrations" in named:
+        if config.algo.teacher.coef and of_sampled_tokens(config.algo.teacher.divergence):
+            line = "a divergence of sampled tokens says nothing of a demonstration, which the policy has not sampled"
+            raise UserError(f"{line}: set algo.teacher.divergence=reverse (or forward, jsd), or selection=all")
+        if config.selection.get("sampled") and config.algo.imitation.sampled:
+            line = "algo.imitation.sampled imitates all tokens of a rollout, also the policy's own"
+            raise UserError(f"{line}: set selection.sampled=0, or take selection=right, which keeps right samples")
     if named:
         from grpo.extras.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
 
         check_demonstrations(task)
+
+
+def of_sampled_tokens(divergence: Any) -> bool:
+    """Return whether a divergence of the configuration needs tokens that the policy has sampled."""
+    if isinstance(divergence, str):
+        return divergence == "sampled"
+    return bool({"logprobs", "rollout_logprobs"} & {*inspect.signature(get_object(divergence._target_)).parameters})

@@ -109,7 +109,7 @@ def every_letter(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
     def stream(text: str) -> Any:
         made = read(text)
-        made.data = [ord("x") if ord(char) > 127 and not char.isspace() else ord(char) for char in text]
+        made.data = [ord("x") if ord(char) > 127 and char.isprintable() else ord(char) for char in text]
         return made
 
     return stream

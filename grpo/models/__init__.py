@@ -2,5 +2,5 @@
 
 from collections.abc import Callable
 
-# called with each model that is tried on a plan (packed_attention.py): what lets its layers follow plans that have no attention
+# called with each model before it is tried on a plan (packed_attention.py), to let its layers without attention follow plans, too
 FOLLOWERS: list[Callable[..., None]] = []

@@ -89,7 +89,7 @@ AttentionInterface.register(NAME, by_plan)
 
 
 @contextmanager
-def attending(model: nn.Module, plan: AttentionPlan, name: str = NAME):
+def attending(model: nn.Module, plan: AttentionPlan | None, name: str = NAME):
     """In this `with`, `model` uses the attention function of this name. Ours follows the plan."""
     config = model.config.get_text_config()
     for prepare in BEFORE:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import compose_config
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Timer
 
 from grpo.apps.own_pieces import check_own, tried_sampler, tried_selection
 from grpo.extras.selection.samplers import Weighted
@@ -160,6 +161,13 @@ class Unheard(L.Callback):
         pass
 
 
+class Clock(Timer):
+    """Lightning's own has hooks of validation."""
+
+    def on_train_start(self, trainer, module):
+        pass
+
+
 class Fine(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         pass
@@ -173,7 +181,7 @@ def short_play(task, examples):
 
 
 def test_a_player_an_engine_and_a_callback_are_called_as_the_run_calls_them():
-    check_own(lambda *given: [], object(), [Fine()], L.Callback)
+    check_own(lambda *given: [], object(), [Fine(), Clock()], L.Callback)
     for pieces, words in [
         ((short_play, None, []), "play (short_play, "),
         ((None, Engine(), []), "load_weights must take (model, version): too many positional arguments"),

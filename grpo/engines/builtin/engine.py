@@ -9,7 +9,7 @@ one GPU. The KV cache is chosen by comparing its log-probabilities on a few toke
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, islice
 
@@ -24,6 +24,7 @@ from grpo.engines.context import check_context
 from grpo.engines.only_vllm import refuse_only_vllm
 from grpo.engines.protocol import Done, Prompts, Sampling
 from grpo.env.tokens import Completion
+from grpo.models import FOLLOWERS
 from grpo.models.language import probe_ids
 from grpo.models.pretrained import context_of
 from grpo.models.probe_lengths import beyond_sizes
@@ -35,7 +36,8 @@ from grpo.system.ranges import Count, enforced
 log = logging.getLogger(__name__)
 
 Cache = type[KVCache] | type[PaddedCache]
-CACHES: list[type[KVCache]] = [KVCache]  # tried before PaddedCache; one of `FOLLOWERS` may append others at the first
+# the last whose function says that it suits a model is tried, then PaddedCache; one of `FOLLOWERS` may append others
+CACHES: list[tuple[Callable[[nn.Module], bool], type[KVCache]]] = [(lambda model: True, KVCache)]
 STEPS = {"cpu": 1}  # tokens until the host looks for rows that have ended, for which it waits; 16 on a device
 EXACT = 1e-4  # largest allowed error of log-probabilities in float32
 # the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
@@ -142,9 +144,11 @@ def cache_for(model: nn.Module) -> tuple[Cache, str]:
     is wrong."""
     if is_plain_llama(model) and not cache_objection(LlamaCache, model):
         return LlamaCache, ""
-    for cache in CACHES:
-        if not (why := cache_objection(cache, model)):
-            return cache, ""
+    for follow in FOLLOWERS:
+        follow(model)
+    cache = next(cache for suits, cache in reversed(CACHES) if suits(model))
+    if not (why := cache_objection(cache, model)):
+        return cache, ""
     if other := cache_objection(PaddedCache, model):
         raise UserError(f"the built-in engine cannot sample from {type(model).__name__} ({other}): set engine=vllm")
     return PaddedCache, why

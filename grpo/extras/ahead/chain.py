@@ -216,11 +216,12 @@ class Chain:
 
     def _play(self) -> None:
         eager = not self.exact and getattr(self.engine, "concurrent", False)
-        play = self.rollouts.play
-        if "finished" in signature(play).parameters:
-            play = partial(play, finished=self._note)
-        mine = replace(self.rollouts, engine=Clocked(self.engine, self.clock, eager), play=play)
+        engine = Clocked(self.engine, self.clock, eager)
         while self.next < self.issued:
+            play = self.rollouts.play  # a teacher may have put itself round it
+            if "finished" in signature(play).parameters:
+                play = partial(play, finished=self._note)
+            mine = replace(self.rollouts, engine=engine, play=play)
             if self.handover == "copies":
                 self._take(self.next)
             self.before = states_of(self.objects)

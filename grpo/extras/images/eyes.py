@@ -175,7 +175,7 @@ class Sees:
         return hidden.flatten(0, -2).index_add(0, places, features.to(hidden)).view_as(hidden)
 
     def forward(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        plan, past = PLAN.get(None), kwargs.get("past_key_values")
+        plan, past = PLAN.get(), kwargs.get("past_key_values")
         steps = plan is not None and not isinstance(plan, Packed)  # of an engine, whose tokens are words
         if input_ids is None or steps or (past is not None and past.get_seq_length()):
             return super().forward(input_ids, *args, **kwargs)

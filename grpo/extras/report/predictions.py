@@ -22,7 +22,7 @@ DRAWN = 40  # points of a drawn fit
 
 
 def predictions(arms: Arms, compute: Compute = "tokens", times: float = TIMES) -> dict[str, Any]:
-    """Return the fit of each arm, its accuracy after `times` the compute that it has had, and its difference from the first.
+    """Return the fit of each arm, its accuracy after `times` the compute that it has had, and its difference from the first fit.
 
     The content of `predictions` in metrics.json. An arm without a fit has a `reason`. The differences are after `at`, which is
     `times` the compute of the arm that has had least of it, so that no arm is predicted further than that.
@@ -41,8 +41,7 @@ def predictions(arms: Arms, compute: Compute = "tokens", times: float = TIMES) -
             fits[name] = fit
             values = {**fit.parameters(), "then": fit.at(times * spent_by(fit.curves))}
             found[name] |= {key: number_and_interval(value) for key, value in values.items()}
-    first = next(iter(arms))
-    others = [name for name in fits if name != first and first in fits]
+    first, *others = fits or [""]
     at = times * min((spent_by(fit.curves) for fit in fits.values()), default=0.0)
     tests = [difference(fits[first], fits[name], at) for name in others]
     adjusted = holm([p for _, p in tests])
@@ -64,7 +63,7 @@ def spent_by(curves: Sequence[Points]) -> float:
 def amount(value: float, compute: Compute) -> str:
     """Return an amount of compute: 413k tokens, 75 s, 80 rollouts."""
     sizes = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (0, ""))
-    size, letter = next((size, letter) for size, letter in sizes if value >= size)
+    size, letter = next((size, letter) for size, letter in sizes if value >= 0.9995 * size)
     return f"{value / (size or 1):.3g}{letter} {'s' if compute == 'seconds' else compute}"
 
 

@@ -71,7 +71,7 @@ def is_sweep(folder: Path) -> bool:
 def waiting_jobs(folder: Path) -> int:
     """Return how many jobs of a sweep have not begun; 0 for any other folder."""
     file = folder / "jobs.json"
-    jobs = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    jobs = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and is_sweep(folder) else []
     return sum(not (folder / str(number)).is_dir() for number in range(len(jobs)))
 
 

@@ -62,6 +62,10 @@ def with_caps(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     ):
         if kwargs.get("softcap") is None:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
+        if attention_mask is None and not (
+            causal if (causal := kwargs.get("is_causal")) is not None else module.is_causal
+        ):
+            attention_mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
         capped = Weighed(kwargs["softcap"])
         return capped(query, key, value, attention_mask, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 

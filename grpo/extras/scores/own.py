@@ -36,7 +36,7 @@ def in_plans(planned: Callable[..., Any], own: Callable[..., Any]) -> Callable[.
 
     @wraps(own)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (own if PLAN.get(None) is None else planned)(self, *args, **kwargs)
+        return (own if PLAN.get() is None else planned)(self, *args, **kwargs)
 
     return forward
 
@@ -47,17 +47,19 @@ def attended(
     """Return the output of attention, [1, T, H x D]. query: [1, H, T, D]; key, value: [1, K, T, D]. bias: added to the scaled
     scores of each key, [H or K, T]."""
     if bias is not None:
-        query, key = biased(query, key, bias / scale)
+        query, key = biased(query, key, bias.float() / scale)
     attention = AttentionInterface()[PROBE if isinstance(PLAN.get(), MaskProbe) else NAME]
     return attention(module, query, key, value, mask, scaling=scale)[0].flatten(2)
 
 
 def biased(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys whose products have the bias of each key, [H or K, T], added. Shapes as in `attended`."""
+    """Return queries and keys whose products have the bias of each key, [H or K, T] in float32, added. Shapes as in `attended`.
+    A bias has two columns, the second for what 16 bits lose in the first."""
     heads, count = query.shape[1], len(bias) // key.shape[1]
     of_keys = bias.view(key.shape[1], count, -1).mT  # [K, T, n]
+    of_keys = torch.cat([of_keys, of_keys - of_keys.to(key.dtype).float()], dim=-1)  # [K, T, 2 n]
     of_queries = torch.eye(count, device=query.device)[torch.arange(heads, device=query.device) % count]  # [H, n]
-    wider = -count % WIDTH
+    of_queries, wider = of_queries.repeat(1, 2), -2 * count % WIDTH
     return tuple(
         torch.cat([x, F.pad(more, (0, wider)).to(x).expand(*x.shape[:3], -1)], dim=-1)
         for x, more in ((query, of_queries[:, None]), (key, of_keys))

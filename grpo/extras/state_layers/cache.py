@@ -100,5 +100,5 @@ class StatePrefill(InPacked):
 
 def follow_states(model: nn.Module) -> None:
     """Let the layers of a model that carry a state follow plans, and the engine try a cache of states."""
-    if follow(model) and StateCache not in CACHES:
-        CACHES.append(StateCache)
+    if follow(model) and (follow, StateCache) not in CACHES:
+        CACHES.append((follow, StateCache))

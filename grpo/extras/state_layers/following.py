@@ -20,7 +20,7 @@ def follow(model: nn.Module) -> bool:
     """Let the layers of a model that carry a state follow plans, and return whether there are any. Other models of their classes
     then do, too."""
     found = False
-    for forward in {inspect.unwrap(type(module).forward) for module in model.modules()}:
+    for forward in filter(inspect.isfunction, {inspect.unwrap(type(module).forward) for module in model.modules()}):
         names, file = forward.__code__.co_names, forward.__globals__
         for name, function in ((name, file.get(name)) for name in names):
             if inspect.isfunction(function) and (way := way_of(name, function)):

@@ -125,4 +125,6 @@ def mixing_of(plan: Any) -> Mixing | None:
     """Return what computes the functions of a pass with this plan; None if it is not one of sequences with states."""
     if isinstance(plan, Packed) and plan not in KNOWN:
         KNOWN[plan] = InPacked(plan)
-    return KNOWN[plan] if isinstance(plan, Packed) else plan if hasattr(plan, "convolve") else None
+    if isinstance(plan, Packed):
+        return KNOWN[plan]
+    return plan if hasattr(plan, "convolve") else None

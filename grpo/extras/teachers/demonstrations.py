@@ -144,6 +144,8 @@ class Demonstrations(Outer):
             evaluator = evaluation.evaluator
             if evaluator.due(at, rollouts.plan.num_rollouts):
                 examples = evaluator.chosen(evaluation.examples[evaluator.split])
+                if evaluation.rollout.ahead:  # which would use the task at the same time
+                    evaluation.rollout.ahead.settle()
                 loss = self.loss(module, rollouts, examples, reduce)
                 return {} if loss is None else {"imitation/held_out": loss}
         return {}

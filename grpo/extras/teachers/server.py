@@ -197,13 +197,18 @@ class Scorers(ServerPool):
         while not server.slots.acquire(blocking=False):
             await asyncio.sleep(POLL)
         try:
-            answer = await self.asked(server, ids, self.top)
-            with server.reading(SCORES, answer):
-                return self.entries(answer, ids, range(len(ids) - count, len(ids)), self.top)
-        except (Lost, UserError):
-            return None
+            if server.fault is None:
+                answer = await self.asked(server, ids, self.top)
+                with server.reading(SCORES, answer):
+                    return self.entries(answer, ids, range(len(ids) - count, len(ids)), self.top)
+        except Lost as lost:
+            if not isinstance(lost.__cause__, Refused):  # it does not answer, so the others must not wait for it
+                self.leave_out(server, lost)
+        except UserError:
+            pass
         finally:
             server.slots.release()
+        return None
 
 
 def spans_of(mask: Sequence[bool], sequence: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Key, list[range]]:

@@ -29,7 +29,7 @@ class Reader:
 
     def take(self, pattern: str) -> re.Match | None:
         """Reads the pattern if it comes next, after any space."""
-        if match := re.compile(rf"\s*{pattern}").match(self.text, self.at):
+        if match := re.compile(rf"\s*(?:{pattern})").match(self.text, self.at):
             self.at = match.end()
         return match
 

@@ -88,6 +88,10 @@ def test_the_copied_engine_samples_from_the_weights_of_its_load_while_the_policy
                 p.mul_(factor)
         assert sampled(engine) == before != sampled(plain) and engine.version == version
     assert engine.model.lm_head.weight is policy.lm_head.weight  # what does not learn is shared
+    other = Pretrained(str(toy)).model().requires_grad_(False)  # as a server loads it
+    engine.load_weights(other, 2)
+    plain.load_weights(other, 2)
+    assert sampled(engine) == sampled(plain) and engine.version == 2
 
 
 class Patient(Apart):

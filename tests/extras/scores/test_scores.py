@@ -1,18 +1,20 @@
 """Caps, sinks, biases and chunks, with numbers by hand; what layers say of them reaches every kernel, cache and backward pass."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.architectures import alone, layout_of, made
 from helpers.models import agree, batch_of, gap_now, measured
 from torch import tensor
+from transformers import AttentionInterface
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.extras.kernels.flex import FLEX
 from grpo.extras.scores import weighed
-from grpo.extras.scores.door import Chunk
+from grpo.extras.scores.door import Chunk, follow_scores
 from grpo.extras.scores.own import biased
 from grpo.extras.scores.weighed import Weighed
 from grpo.models.gradient_checkpointing import recomputing
@@ -86,6 +88,24 @@ def test_a_bias_of_each_key_is_in_the_products(count):
     assert wide.shape == (1, 4, 3, 10) and other.shape == (1, 2, 5, 10)
     expected = query @ key.repeat_interleave(2, 1).mT + bias.repeat_interleave(2 // count, 0)[:, None]
     torch.testing.assert_close(wide @ other.repeat_interleave(2, 1).mT, expected)
+
+
+def test_a_large_bias_is_exact_in_16_bits():
+    """1,414 at position 2,000 with a scale of 96 ** -0.5 is 13,855, which bfloat16 takes for 13,824: .3 % less."""
+    nothing, bias = torch.zeros(1, 1, 1, 96, dtype=torch.bfloat16), torch.tensor([[1414.0]]) / 96**-0.5
+    wide, other = biased(nothing, nothing, bias)
+    found = (wide.float() @ other.float().mT).item() * 96**-0.5
+    assert found == pytest.approx(1414, abs=0.02) and abs(bias.bfloat16().item() * 96**-0.5 - 1414) > 3
+
+
+def test_an_encoder_with_caps_sees_both_ways():
+    """Without a mask: equal keys, so each output is the mean of the values that are seen."""
+    follow_scores()
+    query, value = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
+    attention, layer = AttentionInterface()["sdpa"], SimpleNamespace(is_causal=True, num_key_value_groups=1)
+    for causal, seen in ((True, [1, 2]), (None, [1, 2]), (False, [2, 2])):
+        out, _ = attention(layer, query, query, value, None, softcap=5.0, is_causal=causal)
+        assert out[0, :, 0, 0].tolist() == seen
 
 
 HOW = {"cap": How(0.3, 4, Weighed(1.5)), "sinks": How(None, Chunk(3), Weighed(None, tensor([1.0, -1.0])))}

@@ -1,5 +1,6 @@
 """A served teacher is asked as each completion ends, and never again for the same rollout. Its server has no model."""
 
+import threading
 import time
 from dataclasses import replace
 from itertools import count
@@ -109,6 +110,19 @@ def test_what_failed_early_is_asked_for_with_the_rollout(toy, toy_model, reports
         teacher.extended(batch, PLAYED, rollouts)
         torch.testing.assert_close(teacher.logprobs(batch, NUMBERS), right(batch))
         assert server.asked == first + 2
+
+
+def test_a_server_that_hangs_is_asked_no_more_until_the_rollout_is_there(toy, toy_model):
+    """One request at a time: the first of four is given up after 0.3 s, and the others are not sent."""
+    open_again = threading.Event()
+    with Scorer() as server:
+        teacher, rollouts = served(toy, toy_model, server, timeout=0.3, concurrency=1), rollouts_of(None)
+        teacher.extended(collate(GROUPS), PLAYED, rollouts)
+        server.routes[SCORES], first = lambda body: open_again.wait(60) and server.score(body), server.asked
+        rollouts.make()
+        assert [future.result() for _, future in teacher.early.asked.values()] == [None] * 4
+        assert server.asked <= first + 1 and teacher.pool.servers[0].fault
+        open_again.set()
 
 
 def test_greedy_answers_and_old_ones_are_not_kept(toy, toy_model):

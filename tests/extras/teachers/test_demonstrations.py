@@ -15,6 +15,8 @@ from helpers.programs import command
 from helpers.runs import rows, state, told
 from transformers import AutoTokenizer
 
+from grpo.apps.rows import check_teaching
+from grpo.config.composing import composed
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message
 from grpo.env.scoring import score_group
@@ -263,12 +265,26 @@ def test_the_loss_of_held_out_rows_by_a_plain_pass(toy_model, parts):
     class Evaluated(EvaluationCallback):
         def __init__(self, evaluator) -> None:
             self.evaluator, self.examples = evaluator, {"test": rows, "train": []}
+            self.rollout = SimpleNamespace(ahead=SimpleNamespace(settle=lambda: settled.append(1)))
 
-    rollouts.plan.sampling = Sampling(max(weights))
+    settled, rollouts.plan.sampling = [], Sampling(max(weights))
     module._trainer = SimpleNamespace(callbacks=[Evaluated(Evaluator(Sampling(9, temperature=0.0), every=2, limit=1))])
     found = [show.held_out(module, rollouts, at, "token") for at in (1, 2, 4)]
     expected = {"imitation/held_out": pytest.approx(by_hand[0], abs=1e-5)}
-    assert found == [{}, expected, expected]
+    assert found == [{}, expected, expected] and len(settled) == 2  # nobody else uses the task meanwhile
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("algo=opd teacher.model.path=x", "set algo.teacher.divergence=reverse"),
+        ("algo=opd_discounted teacher.model.path=x", "set algo.teacher.divergence=reverse"),
+        ("algo=sft selection.sampled=0.5", "or take selection=right"),
+    ],
+)
+def test_what_needs_the_policys_own_tokens_is_refused(words, line):
+    with pytest.raises(UserError, match=line):
+        check_teaching(None, composed("train", [*words.split(), "selection=demonstrations", "output_dir=."]))
 
 
 # -- beside the samples

@@ -243,6 +243,7 @@ GOOD = [
         said("", ToolCall("write", {"times": 3, "text": "3"})),
     ),
     ("phi4", f"functools[{JSON_A}, {JSON_B}]", said("", A, B)),
+    ("phi4", f"functools[{JSON_A}]\nfunctools[{JSON_B}]", said("", A, B)),
     ("phi4", f"Hm.<|tool_call|>[{JSON_A}]<|/tool_call|>", said("Hm.", A)),
     (
         "phi4",
