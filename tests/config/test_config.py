@@ -64,6 +64,9 @@ PROGRAMS = {  # the groups whose options may be chosen together, and at least so
 }
 
 
+NEEDED = {"model=path": "model.path=x", "sampler=weighted": "sampler.weight=x.py:f"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_option_composes_and_binds(name, tmp_path):
@@ -72,7 +75,10 @@ def test_every_option_composes_and_binds(name, tmp_path):
     program = name.partition(",")[0]
     lacks = () if find_spec("hydra_plugins.hydra_optuna_sweeper") else ("sweep=optuna",)
     for chosen in side_by_side(groups):
-        words = [*(one for one in chosen if one not in lacks), *(["model.path=x"] if "model=path" in chosen else [])]
+        words = [
+            *(one for one in chosen if one not in lacks),
+            *(value for option, value in NEEDED.items() if option in chosen),
+        ]
         folder = [] if program == "serve" else [f"output_dir={tmp_path}"]
         try:
             assert check_signatures(compose_config(*words, *folder, name=program)) >= least

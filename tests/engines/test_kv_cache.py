@@ -255,7 +255,7 @@ def test_every_token_is_computed_once_and_kept_within_the_bound(bound, monkeypat
 
 
 def test_a_wave_of_padded_rows_stays_within_the_bound(monkeypatch):
-    model, rows = other("gemma2"), []
+    model, rows = other("phimoe"), []
 
     def step(self, tokens, original=PaddedCache.step):
         rows.append(len(tokens))

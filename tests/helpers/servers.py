@@ -1,6 +1,6 @@
 """Real vLLM servers for all tests that ask for them: a start is half a minute of computing."""
 
-import os
+import asyncio
 
 import pytest
 
@@ -17,25 +17,30 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def launched(served_model, tmp_path_factory):
-    """An engine that has started two servers, which take files and adapters, in a folder that is empty otherwise. test_server.py,
-    the last to use it, closes it."""
-    from grpo.extras.vllm_server.engine import URLS, VLLMServerEngine
+def pair(served_model, tmp_path_factory):
+    """Two servers that take files and adapters. They have the weights that the last test has sent."""
+    from grpo.extras.vllm_server.http import RemoteServer
+    from grpo.extras.vllm_server.launch import Servers
     from helpers.models import CONTEXT
 
-    folder = tmp_path_factory.mktemp("launched")
-    args = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
-    args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        files = str(folder / "weights")
-        engine = VLLMServerEngine(served_model, folder=files, launch=True, count=2, args=args, logs=folder)
-    os.environ.pop(URLS)  # for the ranks of a run
-    yield engine
-    engine.close()
+    args = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT, "max_lora_rank": 8}
+    servers = Servers(served_model, "lora", count=2, args=args, logs=tmp_path_factory.mktemp("logs"))
+    servers.start_all()
+    try:
+        for port, url in zip(servers.ports, servers.urls, strict=True):
+            asyncio.run(RemoteServer(url, 10.0, "", lambda port=port: servers.ended(port)).answers(250.0))
+        yield servers
+    finally:
+        servers.close()
 
 
 @pytest.fixture(scope="session")
-def pair(launched):
-    """Two servers. They have the weights that the last test has sent."""
-    return launched._launched
+def launched(served_model, tmp_path_factory):
+    """An engine with a server of its own, in a folder that is empty otherwise. test_server.py, the last to use it, closes it."""
+    from grpo.extras.vllm_server.engine import VLLMServerEngine
+    from helpers.models import CONTEXT
+
+    folder, args = tmp_path_factory.mktemp("launched"), {"kv_cache_memory_bytes": 1 << 26, "max_model_len": CONTEXT}
+    engine = VLLMServerEngine(served_model, folder=str(folder / "weights"), launch=True, args=args, logs=folder)
+    yield engine
+    engine.close()
