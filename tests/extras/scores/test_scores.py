@@ -14,7 +14,7 @@ from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.builtin.kv_cache import KVCache
 from grpo.extras.kernels.flex import FLEX
 from grpo.extras.scores import weighed
-from grpo.extras.scores.door import Chunk, follow_scores
+from grpo.extras.scores.door import Chunk, with_caps
 from grpo.extras.scores.own import biased
 from grpo.extras.scores.weighed import Weighed
 from grpo.models.gradient_checkpointing import recomputing
@@ -100,9 +100,8 @@ def test_a_large_bias_is_exact_in_16_bits():
 
 def test_an_encoder_with_caps_sees_both_ways():
     """Without a mask: equal keys, so each output is the mean of the values that are seen."""
-    follow_scores()
     query, value = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
-    attention, layer = AttentionInterface()["sdpa"], SimpleNamespace(is_causal=True, num_key_value_groups=1)
+    attention, layer = with_caps(AttentionInterface()["sdpa"]), SimpleNamespace(is_causal=True, num_key_value_groups=1)
     for causal, seen in ((True, [1, 2]), (None, [1, 2]), (False, [2, 2])):
         out, _ = attention(layer, query, query, value, None, softcap=5.0, is_causal=causal)
         assert out[0, :, 0, 0].tolist() == seen
