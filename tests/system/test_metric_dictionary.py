@@ -65,7 +65,7 @@ def test_every_metric_of_a_run_is_in_the_dictionary_and_every_entry_is_of_some_r
     }  # rollout.ahead, replay, samplers, comparisons, a user's surrogate, float16
     elsewhere |= {"value/explained_variance", "value/mean", "value/grad_norm", "loss/value"}  # a critic
     elsewhere |= {"teacher/divergence", "teacher/NAME/divergence", "teacher/rows", "time/teacher"}
-    elsewhere |= {"imitation/loss", "imitation/found", "rollout/filtered"}
+    elsewhere |= {"imitation/loss", "imitation/held_out", "imitation/found", "rollout/filtered"}
     assert {name for name in logged if "epoch_" in name} == {"loss/policy_epoch_1", "loss/policy_epoch_2"}
     entries = {metric.name for metric in METRICS if not metric.part}
     assert entries - {about(name).name for name in logged} == elsewhere
