@@ -28,6 +28,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.cli import quiet
+from grpo.config import hydra_speed
 from grpo.config.explain import explain
 from grpo.system.errors import UserError
 
@@ -52,7 +53,7 @@ pytest_plugins = [
     "helpers.shapes",
 ]
 quiet()
-composing.hasten()
+hydra_speed.hasten(composing.REPLACED)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -106,15 +106,16 @@ def check_own(play: Any, engine: Any, callbacks: Sequence[Any], base: type) -> N
         check_call("engine", engine, method, names)
     for callback in filter(is_own, callbacks):
         for hook in [name for name in dir(base) if name.startswith("on_")]:
-            if getattr(type(callback), hook, None) is not getattr(base, hook):
-                if hook.startswith(NEVER) and is_own(next(c for c in type(callback).__mro__ if hook in vars(c))):
-                    line = f"callbacks ({code_name(callback)}): a run never calls {hook}"
-                    raise UserError(f"{line}: take on_train_batch_end, where batch.evaluations has what was evaluated")
-                if hook.startswith(NEVER):  # of a class of Lightning's
-                    continue
-                wanted = base.__dict__[hook].__code__.co_varnames[1 : base.__dict__[hook].__code__.co_argcount]
-                given = len(wanted) - len(base.__dict__[hook].__defaults__ or ())
-                check_call("callbacks", callback, hook, wanted[:given])
+            owner = next(c for c in type(callback).__mro__ if hook in vars(c))
+            never = hook.startswith(NEVER)
+            if owner is base or (never and not is_own(owner)):  # a class of Lightning may have them
+                continue
+            if never:
+                line = f"callbacks ({code_name(callback)}): a run never calls {hook}"
+                raise UserError(f"{line}: take on_train_batch_end, where batch.evaluations has what was evaluated")
+            wanted = base.__dict__[hook].__code__.co_varnames[1 : base.__dict__[hook].__code__.co_argcount]
+            given = len(wanted) - len(base.__dict__[hook].__defaults__ or ())
+            check_call("callbacks", callback, hook, wanted[:given])
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """The rows of a run: they are read, or for a forecast of memory made up where nobody gives them; one is tried."""
 
-import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.utils import get_object
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from grpo.apps.trial import try_task
@@ -70,7 +69,8 @@ def check_teaching(task: Task | None, config: DictConfig) -> None:
             "teacher=rows, but algo.imitation.given=0 leaves its rows out of the loss: set a weight, as 0.1"
         )
     if "Demonstrations" in named:
-        if config.algo.teacher.coef and of_sampled_tokens(config.algo.teacher.divergence):
+        teaching = instantiate(config.algo.teacher)
+        if teaching.active and teaching.needs_samples:
             line = "a divergence of sampled tokens says nothing of a demonstration, which the policy has not sampled"
             raise UserError(f"{line}: set algo.teacher.divergence=reverse (or forward, jsd), or selection=all")
         if config.selection.get("sampled") and config.algo.imitation.sampled:
@@ -80,10 +80,3 @@ def check_teaching(task: Task | None, config: DictConfig) -> None:
         from grpo.extras.teachers.demonstrations import check_demonstrations  # only then, since nothing else needs it
 
         check_demonstrations(task)
-
-
-def of_sampled_tokens(divergence: Any) -> bool:
-    """Return whether a divergence of the configuration needs tokens that the policy has sampled."""
-    if isinstance(divergence, str):
-        return divergence == "sampled"
-    return bool({"logprobs", "rollout_logprobs"} & {*inspect.signature(get_object(divergence._target_)).parameters})

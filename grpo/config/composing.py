@@ -9,12 +9,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from grpo.config.hydra_speed import hasten
+from grpo.config.hydra_speed import REPLACED, hasten
 from grpo.config.moved import new_name
 from grpo.system.ranges import flat
 from grpo.system.root import ROOT
 
-hasten()
+hasten(REPLACED)
 
 CONF = ROOT / "conf"
 

@@ -118,7 +118,7 @@ def test_what_a_small_llama_is():
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_model_of_another_kind_is_sampled_from_by_its_own_cache(family, caplog, monkeypatch):
-    monkeypatch.setattr(builtin, "CACHES", builtin.CACHES[:1])  # without that of an appendix, which keeps states
+    monkeypatch.setattr(builtin, "FOLLOWERS", [])  # without the cache of an appendix, which keeps states
     model = other(family)
     engine = engine_of(model, 100)
     engine.close()

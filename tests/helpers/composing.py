@@ -3,11 +3,9 @@
 `tests/config/test_hydra_speed.py` compares the results with those of Hydra alone.
 """
 
-import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from omegaconf import DictConfig
@@ -49,10 +47,3 @@ REPLACED = {
     "hydra._internal.core_plugins.file_config_source:FileConfigSource.load_config": kept,
     "hydra._internal.config_loader_impl:ConfigLoaderImpl._compose_config_from_defaults_list": parents_once,
 }
-
-
-def hasten() -> None:
-    for place, faster in REPLACED.items():
-        owner, _, name = place.replace(":", ".").rpartition(".")
-        original = resolve_name(place)
-        setattr(resolve_name(owner), name, functools.wraps(original)(faster(original)))

@@ -9,7 +9,7 @@ one GPU. The KV cache is chosen by comparing its log-probabilities on a few toke
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count, islice
 
@@ -36,8 +36,6 @@ from grpo.system.ranges import Count, enforced
 log = logging.getLogger(__name__)
 
 Cache = type[KVCache] | type[PaddedCache]
-# the last whose function says that it suits a model is tried, then PaddedCache; one of `FOLLOWERS` may append others
-CACHES: list[tuple[Callable[[nn.Module], bool], type[KVCache]]] = [(lambda model: True, KVCache)]
 STEPS = {"cpu": 1}  # tokens until the host looks for rows that have ended, for which it waits; 16 on a device
 EXACT = 1e-4  # largest allowed error of log-probabilities in float32
 # the same in lower precision, and for `PaddedCache`, because there is nothing better to fall back to
@@ -144,9 +142,7 @@ def cache_for(model: nn.Module) -> tuple[Cache, str]:
     is wrong."""
     if is_plain_llama(model) and not cache_objection(LlamaCache, model):
         return LlamaCache, ""
-    for follow in FOLLOWERS:
-        follow(model)
-    cache = next(cache for suits, cache in reversed(CACHES) if suits(model))
+    cache = next(filter(None, [follow(model) for follow in FOLLOWERS]), KVCache)
     if not (why := cache_objection(cache, model)):
         return cache, ""
     if other := cache_objection(PaddedCache, model):

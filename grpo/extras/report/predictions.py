@@ -1,7 +1,8 @@
 """Predicts with a sigmoid of accuracy against compute where arms will be with more compute, and which of them wins there."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, get_args
 
 import numpy as np
 from rich.table import Table
@@ -27,16 +28,30 @@ def predictions(arms: Arms, compute: Compute = "tokens", times: float = TIMES) -
     The content of `predictions` in metrics.json. An arm without a fit has a `reason`. The differences are after `at`, which is
     `times` the compute of the arm that has had least of it, so that no arm is predicted further than that.
     """
-    metric = shared_metric(run for runs in arms.values() for run in runs)
-    found: dict[str, dict[str, Any]] = {}
-    fits: dict[str, Fit] = {}
+    metric = shared_metric(chain(*arms.values()))
+    return from_fits(fits_of(arms, metric, compute), metric, compute, times)
+
+
+def fits_of(arms: Arms, metric: str, compute: Compute) -> dict[str, Fit | str]:
+    """Return the sigmoid of each arm, or why its curves are too short for one."""
+    found: dict[str, Fit | str] = {}
     for name, runs in arms.items():
         try:
-            fit = Fit([points_of(run, metric, compute) for run in runs])
+            found[name] = Fit([points_of(run, metric, compute) for run in runs])
         except UserError as error:
-            found[name] = {"reason": str(error)}
+            found[name] = str(error)
+    return found
+
+
+def from_fits(tried: Mapping[str, Fit | str], metric: str, compute: Compute, times: float) -> dict[str, Any]:
+    """Return `predictions` of arms. tried: their `fits_of`."""
+    found: dict[str, dict[str, Any]] = {}
+    fits: dict[str, Fit] = {}
+    for name, fit in tried.items():
+        if isinstance(fit, str):
+            found[name] = {"reason": fit}
             continue
-        found[name] = {"runs": len(runs), "spent": spent_by(fit.curves), "reason": fit.reason}
+        found[name] = {"runs": len(fit.curves), "spent": spent_by(fit.curves), "reason": fit.reason}
         if fit.reason is None:
             fits[name] = fit
             values = {**fit.parameters(), "then": fit.at(times * spent_by(fit.curves))}
@@ -122,19 +137,20 @@ def on_page(arms: Arms, drawn: bool = False) -> dict[str, Any] | None:
 
     drawn: also series for a chart of the only run, its accuracies and the fit with its interval, up to TIMES the compute.
     """
-    found = predictions(arms)
-    if not any("runs" in arm for arm in found["arms"].values()):
+    metric, compute = shared_metric(chain(*arms.values())), get_args(Compute)[0]
+    tried = fits_of(arms, metric, compute)
+    if all(isinstance(fit, str) for fit in tried.values()):
         return None
+    found = from_fits(tried, metric, compute, TIMES)
     head, rows, lines = as_sentences(found)
     content: dict[str, Any] = {"head": head, "rows": rows, "lines": lines}
     if drawn and rows:
-        (run,) = next(iter(arms.values()))
-        points = points_of(run, found["metric"])
-        fit, x = Fit([points]), np.linspace(0, found["at"], DRAWN)
+        [fit] = tried.values()
+        [points], x = fit.curves, np.linspace(0, found["at"], DRAWN)
         y, low, high, _ = zip(*(fit.at(float(compute)) for compute in x), strict=True)
         measured = {"label": "measured", "index": 0, "x": points.compute, "y": points.accuracy}
         content["series"] = [measured, {"label": "fit", "index": 1, "x": x, "y": y, "low": low, "high": high}]
-    return content | {"metric": found["metric"], "compute": found["compute"]}
+    return content | {"metric": metric, "compute": compute}
 
 
 # -- is it true?
@@ -143,7 +159,7 @@ def on_page(arms: Arms, drawn: bool = False) -> dict[str, Any] | None:
 def check(arms: Arms, compute: Compute = "tokens") -> Iterator[Table | str]:
     """Yield how well the first half of the compute predicts the accuracies of the second: a table, and lines about it. An arm
     whose first half gives no A has a mark."""
-    metric = shared_metric(run for runs in arms.values() for run in runs)
+    metric = shared_metric(chain(*arms.values()))
     rows, marked = [], False
     for name, runs in arms.items():
         try:

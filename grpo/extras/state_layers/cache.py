@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.engines.builtin.engine import CACHES
 from grpo.engines.builtin.kv_cache import KVCache, Prefill
 from grpo.extras.state_layers.calls import Convolution, Scan
 from grpo.extras.state_layers.following import follow
@@ -98,7 +97,6 @@ class StatePrefill(InPacked):
             self.cache.after_prompts.setdefault(u, []).append(one[None])
 
 
-def follow_states(model: nn.Module) -> None:
-    """Let the layers of a model that carry a state follow plans, and the engine try a cache of states."""
-    if follow(model) and (follow, StateCache) not in CACHES:
-        CACHES.append((follow, StateCache))
+def follow_states(model: nn.Module) -> type[StateCache] | None:
+    """Let the layers of a model that carry a state follow plans. Returns the cache with which an engine samples from it."""
+    return StateCache if follow(model) else None

@@ -254,9 +254,9 @@ class Lessons(UpdatePart):
     def shows(self) -> Demonstrations | None:
         """The player of the demonstrations that the policy sees in place of samples or beside them; None if it sees none."""
         chosen = getattr(self.rollouts, "selection", None)
-        return (
-            chosen if isinstance(chosen, Demonstrations) else self.beside if isinstance(self.teacher, Beside) else None
-        )
+        if isinstance(chosen, Demonstrations):
+            return chosen
+        return self.beside if isinstance(self.teacher, Beside) else None
 
     # -- the preflight, and the forecast of memory
 

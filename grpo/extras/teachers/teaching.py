@@ -170,6 +170,11 @@ class Teaching:
         return bool({"student", "teacher"} & parameters(self.divergence).keys())
 
     @property
+    def needs_samples(self) -> bool:
+        """Whether the divergence needs tokens that the policy has sampled."""
+        return bool({"logprobs", "rollout_logprobs"} & parameters(self.divergence).keys())
+
+    @property
     def of_rollouts(self) -> bool:
         """Whether the function returns advantages, which do not change with the policy."""
         return not {"student", "teacher", "logprobs", "ratio"} & parameters(self.divergence).keys()
