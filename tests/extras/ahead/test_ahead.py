@@ -77,7 +77,10 @@ def test_the_copied_engine_samples_from_the_weights_of_its_load_while_the_policy
     policy.lm_head.weight.requires_grad_(False)
 
     def sampled(by):
-        return [c.logprobs for c in by.sample([(5, 6, 7)] * 2, Sampling(6), [1, 2])]
+        return [logprob for c in by.sample([(5, 6, 7)] * 2, Sampling(6), [1, 2]) for logprob in c.logprobs]
+
+    def same(a, b):  # a product may round in another way where its weights lie elsewhere in memory
+        return a == pytest.approx(b, abs=1e-5)
 
     for version, factor in ((0, 1.5), (1, 0.5)):
         engine.load_weights(policy, version)
@@ -86,12 +89,12 @@ def test_the_copied_engine_samples_from_the_weights_of_its_load_while_the_policy
         with torch.no_grad():
             for p in filter(lambda p: p.requires_grad, policy.parameters()):
                 p.mul_(factor)
-        assert sampled(engine) == before != sampled(plain) and engine.version == version
+        assert same(sampled(engine), before) and not same(sampled(plain), before) and engine.version == version
     assert engine.model.lm_head.weight is policy.lm_head.weight  # what does not learn is shared
     other = Pretrained(str(toy)).model().requires_grad_(False)  # as a server loads it
     engine.load_weights(other, 2)
     plain.load_weights(other, 2)
-    assert sampled(engine) == sampled(plain) and engine.version == 2
+    assert same(sampled(engine), sampled(plain)) and engine.version == 2
 
 
 class Patient(Apart):
