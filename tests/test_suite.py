@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 from conftest import LISTS, ROOT, collected
 from helpers.costs import BUDGET, room
+from helpers.forks import wanted
 
 PLANTED = {
     "test_one.py": """
@@ -47,6 +48,13 @@ def suite(tmp_path):
         return subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
 
     return start
+
+
+@pytest.mark.parametrize(
+    ("busy", "running", "forks"), [(50, 2, 3), (50, 3, 4), (50, 4, 4), (90, 3, 3), (99, 4, 3), (99, 2, 2), (90, 1, 2)]
+)
+def test_an_idle_machine_gets_up_to_two_more_forks_than_the_two_asked_for(busy, running, forks):
+    assert wanted(busy, running, asked=2) == forks
 
 
 def test_the_tests_that_the_lists_name_exist():

@@ -110,7 +110,8 @@ def pytest_runtest_makereport():
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    PHASES.append({"test": report.nodeid, "when": report.when, **getattr(report, "cost", {})})
+    cost = {"wall": round(report.duration, 3), **getattr(report, "cost", {})}
+    PHASES.append({"test": report.nodeid, "when": report.when, **cost})
 
 
 def by_room() -> dict[str, Counter]:

@@ -2,6 +2,8 @@
 
 The unit of work is a file: whoever is free takes the next one. A fork that dies costs the test that killed it, not the rest.
 A file that is done, or a test that failed, is a line at once, so a run that is cut off has said what it had run.
+
+Many tests wait for programs, so while a quarter of the machine is idle there are up to MORE forks beside those.
 """
 
 import gc
@@ -15,11 +17,17 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
 import pytest
+
+MORE = 2  # forks beside those that were asked for
+LOOK = 10  # seconds between two looks at what is idle
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forks", type=int, default=0, help="run the tests in this many forks, file by file")
+    parser.addoption(
+        "--forks", type=int, default=0, help="run the files of tests in this many forks, in more while idle"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,7 +76,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     files = deque(list(items) for _, items in groupby(session.items, key=lambda item: item.path))
     forks: dict[Connection, Fork] = {}
     outcomes: dict[Path, Counter[str]] = {items[0].path: Counter() for items in files}
-    started = 0
+    started, most, looked = 0, config.option.forks, time.monotonic()
+    psutil.cpu_percent()  # the next call is about the time since this one
     config._tmp_path_factory.getbasetemp()  # whoever asks first empties the folder of --basetemp
     gc.collect()
     gc.freeze()  # what was imported is never garbage, and a million objects take a second to look at
@@ -83,14 +92,16 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     try:
         while True:
             go_on = not (session.shouldfail or session.shouldstop)
-            while files and go_on and len(forks) < config.option.forks:
+            if time.monotonic() - looked > LOOK:
+                most, looked = wanted(psutil.cpu_percent(), len(forks), config.option.forks), time.monotonic()
+            while files and go_on and len(forks) < most:
                 fork = Fork(session, started, list(forks))
                 forks[fork.connection] = fork
                 started += 1
                 fork.take(files.popleft())
             if not forks:
                 break
-            for connection in wait(list(forks)):
+            for connection in wait(list(forks), LOOK):
                 fork = forks[connection]
                 try:
                     said = connection.recv()
@@ -109,7 +120,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                         outcomes[fork.left[0].path][said["outcome"]] += 1
                     if said["when"] == "teardown":
                         ended(fork)
-                elif files and go_on:
+                elif files and go_on and len(forks) <= most:
                     fork.take(files.popleft())
                 else:
                     del forks[connection]
@@ -122,6 +133,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     return True
+
+
+def wanted(busy: float, running: int, asked: int) -> int:
+    """Return how many forks there may be: one more than there are while a quarter of the machine is idle, one fewer if none is.
+
+    `busy` is in percent of all cores.
+    """
+    return min(max(running + (busy < 75) - (busy > 97), asked), asked + MORE)
 
 
 def report(config: pytest.Config, report: pytest.TestReport) -> None:
