@@ -85,6 +85,22 @@ def test_gradients_by_hand_are_in_the_number_type_of_the_matrix():
     frozen.__class__ = Float32Head
     frozen(states).sum().backward()
     assert frozen.weight.grad is None
+    alone = a_head()  # the only part that learns
+    alone.__class__ = Float32Head
+    (alone(STATES) * tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 4.0]])).sum().backward()
+    assert torch.equal(alone.weight.grad, layer.weight.grad)
+
+
+def test_states_get_the_number_type_of_the_matrix():
+    """As of a decoder under autocast below a float32 head: 16 + 1/16 of states in bfloat16."""
+    layer = a_head(torch.float32)
+    layer.__class__ = Float32Head
+    assert layer(STATES)[0, 0] == 16.0625
+
+
+class Scaled(nn.Linear):
+    def forward(self, states):
+        return 2 * super().forward(states)
 
 
 def in_bfloat16(family: str = "llama") -> nn.Module:
@@ -233,12 +249,12 @@ def test_what_has_no_such_head_is_one_line(toy):
         Pretrained(str(toy), head_dtype="float32").model()
     with pytest.raises(UserError, match=r"model.head_dtype=bfloat16 is not float32, or null"):
         Pretrained(str(toy), head_dtype="bfloat16")
-    model = model_of("llama")
-    model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(
-        UserError, match=r"needs a linear layer as the head, and that of LlamaForCausalLM is Sequential"
-    ):
-        in_float32(model)
+    for head_of in (nn.Sequential, lambda layer: Scaled(*layer.weight.shape[::-1])):  # Scaled would lose its factor
+        model = model_of("llama")
+        model.lm_head = head_of(model.lm_head)
+        line = rf"a linear layer as the head, and that of LlamaForCausalLM is {type(model.lm_head).__name__}"
+        with pytest.raises(UserError, match=line):
+            in_float32(model)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_arms_without_a_curve_share_a_line(sweep, tmp_path):
 
 
 def test_the_first_half_predicts_the_second(sweep, capsys):
+    first, second = halves([Points(np.array([0.0, 4.0, 5.0, 6.0, 10.0]), np.arange(5) / 10)])
+    assert [[*part.compute] for part in (*first, *second)] == [[0, 4, 5], [6, 10]]
     main([str(sweep / "0"), "--halves"])
     main([str(sweep / "0"), "--compute", "rollouts", "--times", "2"])
     out = capsys.readouterr().out

@@ -57,6 +57,7 @@ def test_scores_are_made_some_at_a_time_with_the_same_gradient(monkeypatch, at_o
     weights = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 3, 1)], -1).softmax(-1)[..., :-1]
     expected, found = weights @ value.repeat_interleave(2, 1), Weighed(1.5, sinks)(query, key, value, mask, None)
     torch.testing.assert_close(found, expected)
+    assert torch.equal(Weighed(1.5, sinks)(query, key, value, None, None), found)  # the last queries of a causal sequence
     error = torch.randn(found.shape, generator=generator)
     of_expected, of_found = (torch.autograd.grad(out, given, error) for out in (expected, found))
     assert min(gradient.abs().max() for gradient in of_found) > 0.1
