@@ -93,8 +93,7 @@ class Fault:
         before, after = (
             compile(source, ROOT / self.file, "exec") for source in (text, text.replace(self.old, self.new))
         )
-        pairs = zip(functions(before), functions(after), strict=True)
-        return [(old, new) for old, new in pairs if essence(old) != essence(new)]
+        return [(old, new) for old, new in pairs(before, after) if essence(old) != essence(new)]
 
 
 def faults() -> list[Fault]:
@@ -122,10 +121,15 @@ def files(chosen: Sequence[Fault]) -> list[str]:
     return list(dict.fromkeys(word.partition("::")[0] for words in named for word in words))
 
 
-def functions(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of each function of a module or a class, but not of functions inside of functions."""
-    for inner in (value for value in code.co_consts if isinstance(value, CodeType)):
-        yield from (inner,) if inner.co_flags & inspect.CO_OPTIMIZED else functions(inner)
+def pairs(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Yield the code of each function of a module, a class or a function, before a fault and after, inner ones too: a function
+    that another one has made lives on. Inner ones are left out where the fault changes their number."""
+    inner = [[value for value in code.co_consts if isinstance(value, CodeType)] for code in (before, after)]
+    if len(inner[0]) == len(inner[1]):
+        for old, new in zip(*inner, strict=True):
+            if old.co_flags & inspect.CO_OPTIMIZED and old.co_freevars == new.co_freevars:
+                yield old, new
+            yield from pairs(old, new)
 
 
 def essence(code: CodeType) -> tuple:
@@ -180,7 +184,7 @@ class Trial:
             near = self.seen.near(one, sound) if self.seen else list(filter(one.near, sound))
             if not self.seen:
                 near.sort(key=lambda item: -finders[item.nodeid])  # what has found a fault may find the next one soon
-            planted = one.codes() and near and all(self.live[place(old)] for old, _ in one.codes())
+            planted = near and any(self.live[place(old)] for old, _ in one.codes())
             found, more = self.fork(near, one) if planted else ([], 0.0)
             found = [test for test in found if not self.seen or self.passes(test, near)]
             verdict = found[0] if found else one.equivalent or "SURVIVED"

@@ -61,6 +61,15 @@ def test_seeds_that_differ_give_no_ceiling():
     assert Fit([two[0]] * 2).reason is None
 
 
+def test_the_weight_of_a_point_is_the_inverse_of_its_variance():
+    """A curve without noise: p (1 - p) / n with one more right and one more wrong answer among n + 2."""
+    fit = Fit([Points(EVERY_4, DEMO.at(EVERY_4), np.full(21, 200))])
+    p = (200 * DEMO.at(EVERY_4) + 1) / 202
+    assert (
+        fit.w == pytest.approx(200 / (p * (1 - p)), rel=0.1) and Fit([Points(EVERY_4, DEMO.at(EVERY_4))]).w.max() == 1
+    )
+
+
 def test_no_accuracy_is_above_one():
     fit = Fit([drawn(Sigmoid(0.5, 1.0, 1.5, 5.0), EVERY_4, 200, np.random.default_rng(0))])
     assert fit.reason is None and 0.95 < fit.at(320.0).high <= fit.at(np.inf).high == 1
@@ -108,6 +117,9 @@ def test_a_difference_by_hand():
     b.at = lambda *given: Estimate(0.6, 0.5, 0.7, 9)
     estimate, p = difference(a, b, 100.0)
     assert estimate.low < 0 and p > 0.05
+    b.at = lambda *given: Estimate(0.5 + 0.0125**0.5, 0.45 + 0.0125**0.5, 0.7, 9)  # the interval begins at 0
+    estimate, p = difference(a, b, 100.0)
+    assert (estimate.low, p) == (pytest.approx(0, abs=1e-9), pytest.approx(0.05))
 
 
 def test_the_arm_that_is_better_with_more_compute_is_found():

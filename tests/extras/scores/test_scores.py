@@ -57,7 +57,9 @@ def test_scores_are_made_some_at_a_time_with_the_same_gradient(monkeypatch, at_o
     weights = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 3, 1)], -1).softmax(-1)[..., :-1]
     expected, found = weights @ value.repeat_interleave(2, 1), Weighed(1.5, sinks)(query, key, value, mask, None)
     torch.testing.assert_close(found, expected)
-    assert torch.equal(Weighed(1.5, sinks)(query, key, value, None, None), found)  # the last queries of a causal sequence
+    assert torch.equal(
+        Weighed(1.5, sinks)(query, key, value, None, None), found
+    )  # the last queries of a causal sequence
     error = torch.randn(found.shape, generator=generator)
     of_expected, of_found = (torch.autograd.grad(out, given, error) for out in (expected, found))
     assert min(gradient.abs().max() for gradient in of_found) > 0.1
@@ -138,8 +140,8 @@ def test_chunks_and_temperatures_are_those_of_the_sequence_and_not_of_the_row():
     assert gap_now(engine, model) < 1e-5 and engine.cache is KVCache
 
 
-@pytest.mark.parametrize("name", ["BLOOM", "Falcon RW", "Doge"])
-def test_families_with_attention_of_their_own_add_the_bias_of_each_key(name):
+@pytest.mark.parametrize("name", ["BLOOM", "Falcon RW", "Falcon 2", "Doge", "gpt-oss"])
+def test_what_families_do_with_their_scores_is_in_each_row(name):
     assert layout_of(made(name), batch_of(ROWS)) == "shared_prompt"
 
 

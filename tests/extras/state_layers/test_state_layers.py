@@ -1,5 +1,7 @@
 """Layers with a state in packed rows: each sequence begins with what it should, also its gradient; and the cache that samples."""
 
+from collections import deque
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +115,11 @@ def test_samples_join_and_leave_a_cache_of_states(alike):
     samples = engine.sample(prompts, Sampling(12), seeds=range(11))
     assert engine.cache is StateCache and len({len(sample.ids) for sample in samples}) > 3
     assert gap(model, prompts, samples) < 1e-5
+    with torch.no_grad():
+        cache = StateCache(model, [*map(tuple, prompts)], 12, 1 << 20)
+        cache.admit(deque(range(11)))
+        cache.drop([*range(4)])  # the samples of the first prompt have ended
+    assert sorted(cache.after_prompts) == [1, 2] and {len(x) for x in cache.of_samples} == {7}
 
 
 def test_a_mamba_steps_from_the_state_of_its_prompt():
