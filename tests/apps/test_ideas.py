@@ -3,15 +3,18 @@
 from types import SimpleNamespace
 
 import lightning as L
+import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, compose_config
 from helpers.documents import blocks
 from torch.optim.lr_scheduler import LambdaLR
 
 from grpo.apps.api import split
 from grpo.env.types import Reward
 from grpo.extras.selection.samplers import Weighted
+from grpo.system.errors import AlarmError
 from grpo.system.progress import set_progress
+from train import train
 
 
 def of_page(page: str, name: str) -> type:
@@ -52,3 +55,15 @@ def test_what_an_object_is_chosen_with_comes_before_what_is_typed():
     assert split({"sampler.weight": function})[0] == ["sampler=weighted"]
     assert split({"sampler": "signal", "sampler.weight": function})[0] == ["sampler=weighted", "sampler=signal"]
     assert split({"optim.optimizer": "muon"})[0] == ["optim=muon"]
+
+
+def test_an_own_alarm_ends_the_run_with_exit_code_4_and_without_a_checkpoint(smoke, tmp_path, monkeypatch):
+    """At most 8 tokens are sampled, and 9 are asked for. Any letter makes an answer right."""
+    (source,) = [text for text in blocks(ROOT / "docs" / "preflight.md", "python") if "AlarmError" in text]
+    (tmp_path / "alarms.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "+callbacks.cheap={_target_: alarms.Cheap, least: 9}"
+    words = "callbacks=checkpoint", "callbacks.checkpoint.every=1", "task.rewards=unique_letters", "eval.every=0", own
+    with pytest.raises(AlarmError, match="rollout 1: right answers have") as alarm:
+        train(compose_config(*smoke(*words)))
+    assert alarm.value.exit_code == 4 and not any((tmp_path / "checkpoints").glob("*.ckpt"))
