@@ -57,6 +57,18 @@ def test_what_an_object_is_chosen_with_comes_before_what_is_typed():
     assert split({"optim.optimizer": "muon"})[0] == ["optim=muon"]
 
 
+def test_the_likelihood_of_an_answer_is_minus_the_loss_of_its_tokens():
+    """transformers' own loss, of labels that leave the question out."""
+    likely = of_page("rewards", "likely")
+    names = likely.__wrapped__.__globals__
+    model, read = names["MODEL"], names["TOKENIZER"].encode
+    prompt, answer = read("Ben has 4 shells."), read("4+7=11")
+    ids = torch.tensor([prompt + answer])
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
+    (value,) = likely(["Ben has 4 shells."], [answer])
+    assert value == pytest.approx(-model(ids, labels=labels).loss.item(), rel=1e-5) and value < -0.1
+
+
 def test_an_own_alarm_ends_the_run_with_exit_code_4_and_without_a_checkpoint(smoke, tmp_path, monkeypatch):
     """At most 8 tokens are sampled, and 9 are asked for. Any letter makes an answer right."""
     (source,) = [text for text in blocks(ROOT / "docs" / "preflight.md", "python") if "AlarmError" in text]
