@@ -1,5 +1,7 @@
 """Ideas of a day, as the pages write them."""
 
+import re
+from dataclasses import fields
 from types import SimpleNamespace
 
 import lightning as L
@@ -7,13 +9,18 @@ import pytest
 import torch
 from conftest import ROOT, compose_config
 from helpers.documents import blocks
+from helpers.episodes import said
 from torch.optim.lr_scheduler import LambdaLR
 
 from grpo.apps.api import split
 from grpo.env.types import Reward
 from grpo.extras.selection.samplers import Weighted
+from grpo.objectives.batch import Scores
+from grpo.rollout.samples_table import golds, records, replayable, token_logprobs
+from grpo.rollout.types import Sample
 from grpo.system.errors import AlarmError
 from grpo.system.progress import set_progress
+from grpo.training.batch import RolloutBatch
 from train import train
 
 
@@ -23,6 +30,35 @@ def of_page(page: str, name: str) -> type:
     namespace = {"L": L}
     exec(source, namespace)
     return namespace[name]
+
+
+def named_in(page: str, head: str) -> set[str]:
+    """Return the names in the first column of a table."""
+    rows = (ROOT / "docs" / f"{page}.md").read_text().partition(f"{head} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall("`(.+?)`", row.split("|")[1])}
+
+
+def test_the_tables_of_the_pages_have_the_fields_of_a_batch_and_the_columns_of_a_sample():
+    assert named_in("objectives", "| field of `batch`") == {field.name for field in fields(RolloutBatch)}
+    assert named_in("objectives", "| field of `batch.scores`") == {field.name for field in fields(Scores)}
+    groups = [[Sample({"question": "?"}, said("a"), (), Reward(0.0, False, {"NAME": 0.0}, extra={"NAME": 0}), age=1)]]
+    more = golds(None, groups) | token_logprobs(groups) | replayable(groups, 0)
+    (row,) = records(groups, **more)
+    of_others = {
+        "rollout",
+        "advantage",
+        "overlong",
+        "divergence",
+        "answer",
+        "correct_lenient",
+        "by/NAME",
+        "set",
+        "eval/NAME",
+    }
+    assert (
+        named_in("python", "| column") == row.keys() | of_others
+        and row["prompt"] == said("a").steps[0].state.messages[-1].content
+    )
 
 
 def test_the_plateau_halves_the_learning_rate_of_the_updates_that_follow():
