@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, compose_config
 from helpers.documents import blocks
 from helpers.episodes import said
+from hydra.utils import instantiate
 from torch.optim.lr_scheduler import LambdaLR
 
 from grpo.apps.api import split
@@ -19,7 +20,7 @@ from grpo.objectives.batch import Scores
 from grpo.rollout.samples_table import golds, records, replayable, token_logprobs
 from grpo.rollout.types import Sample
 from grpo.system.errors import AlarmError
-from grpo.system.progress import set_progress
+from grpo.system.progress import Progress, set_progress
 from grpo.training.batch import RolloutBatch
 from train import train
 
@@ -73,6 +74,15 @@ def test_the_plateau_halves_the_learning_rate_of_the_updates_that_follow():
         evaluated = [] if accuracy is None else [SimpleNamespace(metrics={"eval/accuracy": accuracy})]
         plateau.on_train_batch_end(None, module, {}, SimpleNamespace(evaluations=evaluated), 0)
     assert rates == [0.8, 0.8, 0.8, 0.8, 0.8, 0.4]
+
+
+def test_the_coefficient_of_the_kl_rises_with_the_run():
+    """To 0.1: it is 0.05 in the middle, in an objective that is else the same."""
+    algorithm = instantiate(compose_config("algo/kl=loss", "output_dir=.").algo)
+    module, rising = SimpleNamespace(algorithm=algorithm), of_page("objectives", "Rising")(to=0.1)
+    rising.on_train_batch_start(None, module, RolloutBatch(5, Progress(5, 10)), 0)
+    assert module.algorithm.kl.coef == pytest.approx(0.05)
+    assert module.algorithm.surrogate is algorithm.surrogate and algorithm.kl.coef != module.algorithm.kl.coef
 
 
 def test_the_curriculum_goes_from_one_source_to_the_other(tmp_path):
