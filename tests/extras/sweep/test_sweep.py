@@ -44,6 +44,12 @@ WRITES = """if True:
 """
 
 
+@pytest.fixture(autouse=True)
+def no_sweep_is_left(monkeypatch):
+    """For the tests of other files, whose programs would report it."""
+    monkeypatch.setattr("grpo.extras.sweep.sweep.SWEEPS", [])
+
+
 def make(folder: Path, at_once: int = 1) -> Sweep:
     """Return a sweep whose jobs have the overrides code=CODE jobs=JOBS: it ends when so many have begun."""
 
