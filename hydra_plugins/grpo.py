@@ -25,6 +25,7 @@ from grpo.extras.sweep.arms import check_arms
 from grpo.extras.sweep.jobs import Job
 from grpo.extras.sweep.sweep import Sweep, places
 from grpo.system.errors import UserError
+from grpo.system.ranges import Count, require
 
 ASK = 300.0  # seconds for torch to start and to count the GPUs
 OF_THE_SWEEP = re.compile(r"[+~]*hydra(/launcher|[.]launcher|/sweeper|[.]sweeper|[.]sweep[.]|[.]mode|[.]run[.])")
@@ -33,11 +34,13 @@ OF_THE_SWEEP = re.compile(r"[+~]*hydra(/launcher|[.]launcher|/sweeper|[.]sweeper
 class Processes(Launcher):
     """Runs each job as a plain command in its own process, so that it can be repeated by hand.
 
-    jobs: number of jobs at the same time; auto is one for each CUDA device, and one on a CPU.
+    jobs: number of jobs at the same time; auto is one for each CUDA device, and one on a CPU. prune: in a search a job is stopped
+    when its accuracy is below the median of at least so many finished ones; None: no job is.
     """
 
-    def __init__(self, jobs: int | str = "auto") -> None:
-        self.jobs = jobs
+    def __init__(self, jobs: int | str = "auto", prune: int | None = None) -> None:
+        require("hydra.launcher.prune", prune, Count | None)
+        self.jobs, self.prune = jobs, prune
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Prepare the sweep and check that its folder has no other sweep. Hydra calls this before the sweeper writes anything."""
@@ -47,11 +50,13 @@ class Processes(Launcher):
         self.swept = {key for key, override in overrides.items() if override.is_sweep_override()}
         if self.searches and config.eval.every == 0:
             raise UserError("eval.every=0: a search maximises held-out accuracy, so set eval.every to 1 or more")
+        if self.prune and not self.searches:
+            raise UserError("hydra.launcher.prune is for a search (sweep=optuna): arms are compared by whole runs")
         folder = Path(config.hydra.sweep.dir)
         again = [argument for argument in sys.argv if not argument.startswith("hydra.sweep.dir=")]
         again = shlex.join(["python", *again, f"hydra.sweep.dir={literal(folder)}"])
         trials = config.hydra.sweeper.get("n_trials") or 0
-        self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again, trials)
+        self.sweep = Sweep(folder, self.command, places(self.jobs, devices(), os.environ), again, trials, self.prune)
         logging.getLogger("optuna").setLevel(logging.WARNING)  # Hydra names the study, too
         for number, job in enumerate(self.sweep.numbered()):
             before = parsed(job)

@@ -86,6 +86,9 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str] = (
         lacks = any(isinstance(cause, ModuleNotFoundError) for cause in causes)
         guess = "is it installed?" if lacks else "a key too many, or a value of the wrong type?"
         return f"{one_line(reason)} ({guess})"
+    mapping = re.search(r"Error merging override '?([\w.]+)=(\{.*\})", str(error))
+    if mapping and "Cannot merge DictConfig with ListConfig" in map(str, causes):
+        return f"{mapping[1]} is a list here: put the mapping into it, {mapping[1]}=[{mapping[2]}]"
     gone = next((a for a in arguments if a.startswith("~") and key_in(a) in re.split(r"\W+", str(error))), None)
     if gone and isinstance(error, (HydraException, OmegaConfBaseException)):
         return needed(key_in(gone))
@@ -137,6 +140,8 @@ def _quote(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or not re.fullmatch(r"[+~]*[\w.@/-]+", key):
         return "an argument is KEY=VALUE, and --help all lists the keys"
+    if (bare := re.sub(r"""([{,]\s*)(['"])([^'"]*)\2(?=\s*:)""", r"\1\3", value)) != value:
+        return f"names in a mapping have no quotes: {key}={bare}"
     word = f"{key}={literal(value)}"
     whole = shlex.quote(word) if re.search(r'["$`!\\]', word) else f'"{word}"'
     inner = ", or each text in it" if value[:1] in ("[", "{") else ""

@@ -24,16 +24,8 @@ from grpo.system.ranges import flat
 
 log = logging.getLogger(__name__)
 
-OWN = (
-    "output_dir",
-    "ckpt_path",
-    "replay",
-    "resume",
-    "trust",
-    "max_time",
-    "report",
-    "export",
-)  # of each command, not of the run
+# of each command, not of the run
+OWN = ("output_dir", "ckpt_path", "replay", "resume", "trust", "max_time", "report", "export")
 GUARDED = ("task", "model", "adapter", "algo", "callbacks")  # a change of these needs resume.changes=allow
 NO_SAMPLES = (  # settings that no sample depends on, and `rollout`, which is compared by itself
     *("optim", "callbacks", "eval", "logger", "trainer", "strategy", "preflight", "resume", "deployment", "engine"),
@@ -141,7 +133,12 @@ def overrides_of(folder: Path) -> list[str]:
 
 
 def joined(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Return the overrides of two command lines as one. A later one replaces those of its key; ~KEY needs the earlier +KEY."""
+    """Return the overrides of two command lines as one. A later one replaces those of its key; ~KEY needs the earlier +KEY.
+
+    KEY=VALUE needs no + if the earlier one had it.
+    """
+    plus = {key_in(override): re.match(r"\+*", override)[0] for override in earlier}
+    later = [override if override[:1] in "+~" else plus.get(key_in(override), "") + override for override in later]
     replaced = set(map(key_in, later))
     needed = {f"+{override[1:]}" for override in later if override.startswith("~")}
     needed = {override for override in earlier if override.partition("=")[0] in needed and override not in later}

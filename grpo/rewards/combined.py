@@ -263,7 +263,7 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
     In conversations (the example's `prompt` is a list of messages, or `conversational`), prompts are lists of messages, and
     completions the messages after them, with a prefill joined to its continuation. Otherwise both are texts. Further arguments:
     `truncated` (the token limit cut the answer short), `outcomes` (the rewards that environments gave), every column of the
-    example, and if they are known `completion_ids` (the sampled tokens) and `lengths` (their numbers).
+    example, and if any is known `completion_ids` (the sampled tokens) and `lengths` (their numbers).
     """
     conversational = conversational or in_messages(example)
     prompts, completions = [], []
@@ -284,7 +284,7 @@ def as_lists(example: Example, trajectories: Sequence[Trajectory], conversationa
     lists = {"prompts": prompts, "completions": completions, "truncated": [t.truncated for t in trajectories]}
     lists["outcomes"] = [t.reward for t in trajectories]
     ids = [[token for step in trajectory.steps for token in step.action.ids] for trajectory in trajectories]
-    if all(ids):
+    if any(ids):
         lists |= {"completion_ids": ids, "lengths": list(map(len, ids))}
     return columns | lists
 

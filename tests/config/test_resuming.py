@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import EXAMPLES
+from hydra.errors import HydraException
 from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
 
@@ -96,6 +97,20 @@ def test_a_slot_that_the_code_filled_before_is_filled(run):
     saved.callbacks.checkpoint.card = None  # somebody wants none
     OmegaConf.save(saved, run / "config.yaml")
     assert saved_config(run).callbacks.checkpoint.card is None
+
+
+def test_a_key_that_the_run_has_added_needs_no_plus(tmp_path):
+    """Given one by one, or as a dictionary; a key that the run does not have is a mistake all the same."""
+    for i, bound in enumerate(
+        (["+callbacks.cheap._target_=a.Cheap", "+callbacks.cheap.most=1"], ["+callbacks.cheap={most: 1}"])
+    ):
+        folder = tmp_path / str(i)
+        save_config(composed("train", [*bound, f"output_dir={folder}"]))
+        save_manifest(str(folder), {"overrides": bound})
+        (folder / "checkpoints").mkdir()
+        assert resumed(folder, "callbacks.cheap.most=2").callbacks.cheap.most == 2
+        with pytest.raises(HydraException, match="least"):
+            resumed(folder, "callbacks.cheap.least=2")
 
 
 def test_the_command_line_is_on_top(run):
@@ -217,6 +232,7 @@ def test_which_arguments_are_added(run):
 def test_later_arguments_replace_earlier_ones():
     assert joined(["a=1", "+b=2", "c=[1,2]"], ["a=3", "~b", "d=4"]) == ["+b=2", "c=[1,2]", "a=3", "~b", "d=4"]
     assert joined(["+b=2", "~b"], ["~b"]) == ["+b=2", "~b"] == joined(["+b=2"], ["+b=2", "~b"])
+    assert joined(["+b=1", "++c=1"], ["b=2", "c=2"]) == ["+b=2", "++c=2"]  # keys that the earlier one has added
     assert joined(["+b=2"], ["+b=2"]) == ["+b=2"] and joined(["a=1"], ["~a"]) == ["~a"]
     saved, then, now = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 9, "b": {"c": 2}}, {"a": 9, "b": {"c": 5}, "e": 6}
     assert changed(saved, then, now) == {"a": 1, "b": {"c": 5, "d": 3}, "e": 6}

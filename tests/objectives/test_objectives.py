@@ -538,6 +538,11 @@ def test_the_worked_example_of_the_documentation(tmp_path, monkeypatch):
     assert surrogate(spo, 1.5, 2.0)[:2] == pytest.approx((-2.0, 3.0))
     assert surrogate(spo, 1.25, 2.0)[1] == pytest.approx(0.0, abs=1e-6)
     assert surrogate(spo, 0.75, -1.0)[:2] == pytest.approx((0.875, 0.0), abs=1e-6)
+    (tmp_path / "algo" / "spo.yaml").write_text(
+        text.partition("conf/algo/spo.yaml")[2].split("```yaml\n")[1].partition("```")[0]
+    )
+    own = preset(f"hydra.searchpath=[file://{tmp_path}]", "algo=spo")  # a value of `algo` in a sweep
+    assert own.surrogate.func.__name__ == "spo" and str(own.advantage) == str(preset("algo=grpo").advantage)
 
 
 def test_a_level_and_a_reduction_of_your_own(tmp_path):

@@ -25,7 +25,7 @@ LEFT_OUT = {  # what is not run here, by its words
     r"task=(mixture|musique|code|verl|open_instruct)|eval.sets.math|experiment=(quiz|tldr_length$)|parquet": "rows of the hub",
     r"my_env.py": "an environment in TRL's form, which tests/tasks/test_jsonl.py plays",
     r"^task=jsonl algo=trl_default": "arguments that the page leaves open",
-    r"mine/axes.py": "the files of a page, which tests/objectives/test_objectives.py names",
+    r"mine/(axes|likely).py": "the files of a page, which tests/objectives/test_objectives.py and tests/apps/test_ideas.py name",
 }
 OTHER = [  # words of a command, and what takes their place
     (r"^model=(qwen|llama).*", "model=path model.path={toy} max_tokens=8"),

@@ -614,6 +614,37 @@ def test_the_profile_of_a_file(tmp_path):
     assert explain(refused.value, "train").startswith("task has no option 'gsm9k'")
 
 
+def most_tokens(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_the_profile_of_a_reward_that_needs_tokens(tmp_path, capsys):
+    """A row gives them; siblings have their own. Without them one line names the column."""
+    from grpo.extras.judges import profile as profile_rewards
+
+    rows = [{"prompt": "?", "group": 1, "completion": "a", "completion_ids": [5] * n} for n in (3, 2)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *(str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl"), "--task", "jsonl"),
+        *(f"task.path={tmp_path / 'in.jsonl'}", f"task.rewards={__file__}:most_tokens", "task.prompt=prompt"),
+    ]
+    profile_rewards.main(words)
+    assert [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [3.0, 2.0]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "?", "completion": "a"}) + "\n")
+    with pytest.raises(UserError, match=r"in\.jsonl has no tokens: give each row `completion_ids`"):
+        profile_rewards.main(words)
+
+
+def test_one_answer_without_tokens_leaves_its_siblings_theirs():
+    step = said("a").steps[0]
+    none, two = (Trajectory((replace(step, action=replace(step.action, ids=ids)),)) for ids in ((), (5, 6)))
+    assert as_lists({}, [none, two])["completion_ids"] == [[], [5, 6]] and as_lists({}, [none, two])["lengths"] == [
+        0,
+        2,
+    ]
+    assert "completion_ids" not in as_lists({}, [none])
+
+
 def test_rows_that_the_profile_reads_and_refuses(tmp_path, capsys):
     from grpo.extras.judges import profile as profile_rewards
 

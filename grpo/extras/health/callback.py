@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from grpo.env.types import Task
-from grpo.extras.health.watch import Watch
+from grpo.extras.health.watch import Bounds, Watch
 from grpo.system.errors import AlarmError, UserError, plural
 from grpo.system.loading import not_finite
-from grpo.system.metrics import WATCHED
+from grpo.system.metrics import WATCHED, require_metric
 from grpo.system.ranges import require
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -33,15 +33,20 @@ class Health(L.Callback):
     """Warns about metrics. It comes after RolloutCallback, which collects them, and before Checkpoint.
 
     ignore: metrics without warnings. alarms: stop: a metric beyond its last bound, or a weight or a number of the optimizer that
-    is not finite, ends the run with exit code 4, before a checkpoint is written. warn: it is a warning.
+    is not finite, ends the run with exit code 4, before a checkpoint is written. warn: it is a warning. bounds: by metric, `low`,
+    `high`, `after` and `stop` in place of the dictionary's.
     """
 
-    def __init__(self, ignore: tuple[str, ...] = (), alarms: Alarms = "stop") -> None:
+    def __init__(self, ignore: tuple[str, ...] = (), alarms: Alarms = "stop", bounds: Bounds | None = None) -> None:
         require("alarms", alarms, Alarms)
+        require("callbacks.health.bounds", bounds, Bounds | None)
+        for name in bounds or ():
+            require_metric("callbacks.health.bounds", name)
         names = [metric.name for metric in WATCHED]
         if isinstance(ignore, str) or not set(ignore) <= set(names):
             raise UserError(f"callbacks.health.ignore={ignore} must be a list of names among {', '.join(names)}")
-        self.ignored, self.watch, self.alarms = frozenset(ignore), Watch(), alarms
+        self.ignored, self.alarms = frozenset(ignore), alarms
+        self.watch = Watch(own={name: dict(own) for name, own in (bounds or {}).items()})
         self.watch.silent |= self.ignored
         self.alarmed: set[str] = set()  # metrics that have passed the bound that stops a run
         self.measured_with: list[str] | None = None  # what the rounding depends on: engine, number type, precision
@@ -98,7 +103,7 @@ class Health(L.Callback):
         self.measured_with = state.get("measured_with")
         silent, unwell = {*state["silent"]} | self.ignored, Counter(state.get("unwell", {}))
         watch = {name: value for name, value in state.items() if name != "measured_with"}
-        self.watch = Watch(**watch | {"silent": silent, "unwell": unwell})
+        self.watch = Watch(**watch | {"silent": silent, "unwell": unwell, "own": self.watch.own})
 
 
 def untaught(policy: Module, task: Task | None) -> str | None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
+from typing import Literal
 
 from grpo.system.metrics import WATCHED, Metric
 
@@ -13,6 +14,8 @@ RISEN = 1.5  # times the first entropy, from which filtered answers are worth a 
 TAUGHT = {"teacher/divergence", "imitation/loss"}  # metrics of runs that learn from more than rewards
 Metrics = Mapping[str, float]
 Interval = tuple[float, float]
+Bounds = Mapping[str, Mapping[Literal["low", "high", "after", "stop"], float]]  # by metric; see `Metric`
+OWN = "a bound of callbacks.health.bounds"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Watch:
     silent: metrics to ignore or already reported. unwell: consecutive rollouts out of range, by metric. recent: the last values
     of metrics that may jump. falling: the (value, reward) of this window of rollouts. best: the best means of such a window; for
     eval/accuracy the best value and the low end of its interval, for teacher/divergence the first value, for rollout/filtered the
-    first entropy. floor: the low bounds that follow from it, until the next window is full.
+    first entropy. floor: the low bounds that follow from it, until the next window is full. own: `Bounds` of the user.
     """
 
     rounding: float | None = None
@@ -47,15 +50,21 @@ class Watch:
     falling: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     best: dict[str, tuple[float, float]] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
+    own: Bounds = field(default_factory=dict)
 
     def findings(self, rollout: int, metrics: Metrics, interval: Interval | None = None) -> Iterator[Finding]:
         """Yield the new findings in the metrics of the next rollout. interval: of eval/accuracy."""
-        for metric in WATCHED:
+        names = {metric.name for metric in WATCHED}
+        more = [Metric(name, "number", "", advice=OWN) for name in self.own if name not in names]
+        for metric in (*WATCHED, *more):
             value = metrics.get(metric.name)
             if value is None or (metric.name == "eval/accuracy" and math.isnan(value)):
                 self.unwell[metric.name] = 0
                 continue
             metric = self.bounded(metric, value, metrics, interval)
+            if own := self.own.get(metric.name):
+                metric = replace(metric, **own)
+                metric = replace(metric, low=max(metric.low, -metric.stop), high=min(metric.high, metric.stop))
             if metric.low <= value <= metric.high:
                 self.unwell[metric.name] = 0
                 continue
@@ -118,11 +127,15 @@ class Watch:
 
 
 def warnings_of(
-    metrics: Mapping[int, Metrics], intervals: Mapping[int, Interval], rounding: float | None, bound: int = 1
+    metrics: Mapping[int, Metrics],
+    intervals: Mapping[int, Interval],
+    rounding: float | None,
+    bound: int = 1,
+    own: Bounds | None = None,
 ) -> list[Finding]:
     """Return all findings of a run, at most one for each metric. metrics: by the number of rollouts learned from. intervals: of
-    eval/accuracy. rounding, bound: see `Watch`."""
-    watch = Watch(rounding, bound)
+    eval/accuracy. rounding, bound, own: see `Watch`."""
+    watch = Watch(rounding, bound, own=own or {})
     findings: list[Finding] = []
     for rollouts, row in metrics.items():
         findings += watch.findings(rollouts, row, intervals.get(rollouts))

@@ -3,15 +3,16 @@
     python -m grpo.rewards FILE.jsonl --task gsm8k --out OUT.jsonl
 
 FILE has a row for each completion, with `completion` and the input of the reward: `gold`, the right answer, or the columns of
-the task's own rows. OUT has the same rows with outcome (right, wrong, no_answer, timeout, error), reward (null if unknown) and
-ms. A sample to which no reward function applies has neither outcome nor reward. Rows that follow each other with the same
-`group` are samples of one prompt, scored together. With `label`, what people say of a completion (right or wrong as true or
-false, or the reward), the summary has the agreement with them.
+the task's own rows; and `completion_ids`, its tokens, if a reward function needs them. OUT has the same rows with outcome (right,
+wrong, no_answer, timeout, error), reward (null if unknown) and ms. A sample to which no reward function applies has neither
+outcome nor reward. Rows that follow each other with the same `group` are samples of one prompt, scored together. With `label`,
+what people say of a completion (right or wrong as true or false, or the reward), the summary has the agreement with them.
 """
 
 import argparse
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -64,7 +65,8 @@ async def profiled(score: Scorer, rows: Sequence[dict]) -> tuple[list[dict], Rew
         state = first_state(score.task, example)
     except Exception:  # most rewards do not need the question
         state = State(())
-    actions = [Action(Message("assistant", text_of(row["completion"]))) for row in rows]
+    texts, tokens = [text_of(row["completion"]) for row in rows], [tuple(row.get("completion_ids", ())) for row in rows]
+    actions = [Action(Message("assistant", text), ids=ids) for text, ids in zip(texts, tokens, strict=True)]
     start = time.perf_counter()
     rewards, error = await score(example, [Trajectory((Step(state, action),)) for action in actions])
     ms = 1000 * (time.perf_counter() - start) / len(rows)
@@ -85,6 +87,10 @@ async def profile(task: Task, rows: Sequence[dict], file: Path) -> list[dict]:
     _, error = await profiled(score, rows[:1])
     if error is not None and isinstance(error.__cause__, KeyError):
         raise UserError(f"{file}, row 1 lacks a column that the task needs ({error})")
+    if error is not None and "completion_ids" not in rows[0] and re.search("'(completion_ids|lengths)'", str(error)):
+        raise UserError(
+            f"{file} has no tokens: give each row `completion_ids`, which a reward function needs ({error})"
+        )
     groups = [[*some] for _, some in groupby(rows, lambda row: row.get("group", id(row)))]
     return [row for group in groups for row in (await profiled(score, group))[0]]
 

@@ -53,11 +53,12 @@ def gold(probe: Probe) -> Checked:
         has = f"{len(misread)} of {in_file} right answers are not what the file has"
         remedy = f"{text!r} is read as {read!r}: write the column as texts, or give the file as it was"
         return Checked("FAIL", has, remedy)
+    tokens = getattr(probe.rollouts.renderer, "answer_ids", lambda message: ())
 
     def right(row: Example, answer: str) -> bool:
         state = State(task.messages(row))
         messages = [Message("assistant", form.format(answer)) for form in FORMS]
-        episodes = [Trajectory((Step(state, Action(message)),)) for message in messages]
+        episodes = [Trajectory((Step(state, Action(message, ids=tokens(message))),)) for message in messages]
         with put_back(place_of(task)):
             return any(reward.correct for reward in task.score_group(row, episodes))
 

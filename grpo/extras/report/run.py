@@ -39,7 +39,8 @@ def run_data(run: Run, samples: int) -> dict[str, Any]:
     changed, shown = changed_problems(run), embedded(run, samples)
     named = picture_names(message for messages in shown["conversations"] for message in messages)
     named += [name for problem in (changed or {"problems": ()})["problems"] for name in problem["pictures"]]
-    findings = warnings_of(logged, held_out, run.manifest.get("rounding"), run.manifest.get("bound", 1))
+    own = ((run.config.get("callbacks") or {}).get("health") or {}).get("bounds")
+    findings = warnings_of(logged, held_out, run.manifest.get("rounding"), run.manifest.get("bound", 1), own)
     return {
         "kind": "run",
         "name": run_title(run),

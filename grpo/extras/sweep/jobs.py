@@ -1,5 +1,6 @@
 """A job of a sweep: its folder, and its state, read from the files in that folder while the job runs and afterwards."""
 
+import csv
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,12 @@ from typing import Any
 from grpo.config.composing import literal
 from grpo.config.resuming import has_checkpoint
 
+EARLY = "stopped early"  # the status of a job that fell behind the others of a search
+
 
 @dataclass(eq=False)
 class Job:
-    """A job of a sweep. Mutable: its status changes from waiting to running to finished or failed.
+    """A job of a sweep. Mutable: its status changes from waiting to running to finished, failed or EARLY.
 
     overrides: KEY=VALUE each, the arguments of the job.
     label: the overrides that differ between jobs, as text.
@@ -42,8 +45,25 @@ class Job:
 
     @property
     def accuracy(self) -> float | None:
-        """The last held-out accuracy of a finished job, else None."""
+        """The last held-out accuracy of a job that has finished or was stopped early, else None."""
+        if self.status == EARLY:
+            return [None, *self.curve.values()][-1]
         return self.manifest.get("accuracy") if self.status == "finished" else None
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """The held-out accuracies in metrics.csv, by rollouts learned from; {} if there are none yet."""
+        try:
+            with (self.folder / "metrics.csv").open(encoding="utf-8") as lines:
+                rows = [row for row in csv.DictReader(lines) if row.get("eval/accuracy")]
+            return {int(row["step"]): float(row["eval/accuracy"]) for row in rows}
+        except (OSError, ValueError):  # half a line
+            return {}
+
+    @property
+    def mark(self) -> Path:
+        """The file that says that the job was stopped early, so that a resumed sweep leaves it as it is."""
+        return self.folder / "stopped_early"
 
     @property
     def minutes(self) -> float | None:

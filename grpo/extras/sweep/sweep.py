@@ -16,12 +16,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 from rich.table import Table
 from rich.text import Text
 
 from grpo.extras.network import child
-from grpo.extras.sweep.jobs import Job
+from grpo.extras.sweep.jobs import EARLY, Job
 from grpo.system.errors import UserError, plural
 from grpo.system.files import write_text
 from grpo.system.metrics import percent
@@ -51,6 +52,14 @@ def places(jobs: int | str, devices: Sequence[str], environment: Mapping[str, st
     return [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}] * jobs
 
 
+def is_behind(own: Mapping[int, float], others: Sequence[Mapping[int, float]], fewest: int) -> bool:
+    """Return whether the last accuracy of a run is below the median of those that at least `fewest` others had after as many
+    rollouts (the median rule of Golovin et al. 2017, Vizier). own, others: accuracies by rollouts; that of 0 does not count."""
+    at = max(own, default=0)
+    there = [curve[at] for curve in others if at in curve]
+    return at > 0 and len(there) >= fewest and own[at] < median(there)
+
+
 class Sweep:
     """The jobs of a sweep in one folder. Mutable: jobs are added and run, several times if a sweeper chooses them in steps.
 
@@ -58,6 +67,7 @@ class Sweep:
     places: environment variables for each job that runs at the same time, from `places`.
     again: the command line that resumes the sweep, for messages.
     planned: the number of jobs, if a sweeper adds them in steps.
+    prune: stop a job that `is_behind` so many finished ones; None: none.
 
     Raises UserError if another sweep is running in the folder.
     """
@@ -69,9 +79,10 @@ class Sweep:
         places: Sequence[Mapping[str, str]],
         again: str,
         planned: int = 0,
+        prune: int | None = None,
     ) -> None:
         self.folder, self.command, self.places, self.again = folder, command, places, again
-        self.planned = planned
+        self.planned, self.prune = planned, prune
         self.jobs: list[Job] = []
         self.began = False
         self.console = console(highlight=False, markup=False, soft_wrap=True)
@@ -119,6 +130,8 @@ class Sweep:
             return earlier
         if job.manifest.get("status") == "finished":
             job.status = "finished"
+        elif job.mark.exists():
+            job.status = EARLY
         self.jobs.append(job)
         return job
 
@@ -146,6 +159,9 @@ class Sweep:
                             free.append(place)
                             self.end(job, code)
                             step()
+                        elif self.falls_behind(job):
+                            job.mark.touch()
+                            process.stdin.close()  # its guard asks it to end
                     time.sleep(POLL)
             except (KeyboardInterrupt, SystemExit):
                 self.console.print(f"stopped; to resume: {self.again}")
@@ -166,9 +182,16 @@ class Sweep:
             # The child's guard process holds the lock, too: after a kill no other sweep starts here until its jobs have ended.
             return child.start(command, env=environment, stdout=output, stderr=output, pass_fds=[self.lock.fileno()])
 
+    def falls_behind(self, job: Job) -> bool:
+        """Return whether a job that runs should be stopped: it has more to learn, and is behind the finished ones."""
+        if self.prune is None or job.mark.exists() or max(curve := job.curve, default=0) >= (job.rollouts or 0):
+            return False
+        return is_behind(curve, [other.curve for other in self.jobs if other.status == "finished"], self.prune)
+
     def end(self, job: Job, code: int) -> None:
         """Set the status of a job whose process has ended, and print a line. code: the exit status."""
-        job.status = "failed" if code else "finished"
+        job.status = "finished" if not code else EARLY if job.mark.exists() else "failed"
+        code = job.status == "failed"
         outcome = f"{job.last_words()} ({job.output})" if code else f"accuracy {percent(job.accuracy)}"
         self.console.print(f"job {job.number} {job.status}: {job.label}: {outcome}; {self.total()}")
 
@@ -181,7 +204,7 @@ class Sweep:
         """Return a line with the number of jobs by status."""
         count = Counter(job.status for job in self.jobs)
         counts = [f"{count['finished']}/{self.count} done"]
-        counts += [f"{count[status]} {status}" for status in ("failed", "running") if count[status]]
+        counts += [f"{count[status]} {status}" for status in (EARLY, "failed", "running") if count[status]]
         return ", ".join(counts)
 
     def report(self) -> None:

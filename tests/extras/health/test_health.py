@@ -17,7 +17,7 @@ from grpo.extras.health.callback import Health, untaught
 from grpo.extras.health.watch import warnings_of
 from grpo.objectives.trial import even_batch
 from grpo.rollout.types import Plan
-from grpo.system.errors import AlarmError
+from grpo.system.errors import AlarmError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
 from grpo.training.checkpoints import PlainCheckpoints
@@ -289,6 +289,27 @@ def test_a_number_far_out_of_its_range_stops_the_run(metric, watched, stopped, c
     three = [{metric: stopped}] * 3
     assert len(said(Health(alarms="warn"), caplog, *three)) == 1
     assert said(Health(ignore=[metric]), caplog, *three) == []
+
+
+def test_bounds_of_your_own_take_the_place_of_the_dictionarys(caplog):
+    """loss/kl has 0.5, an own part of the reward none. A bound that only ends a run warns of nothing."""
+    bounds = {"loss/kl": {"high": 0.1, "after": 2}, "rollout/brief": {"stop": 30}, "eval/accuracy": {"low": 0.4}}
+    health = Health(bounds=bounds)
+    assert said(health, caplog, {"loss/kl": 0.1, "rollout/brief": 30.0}, {"loss/kl": 0.11}) == []
+    (line,) = said(health, caplog, {"loss/kl": 0.11})
+    assert line.startswith("rollout 1: loss/kl is 0.11, above 0.1: ")
+    (line,) = said(health, caplog, {"eval/accuracy": 0.39})
+    assert line.startswith("rollout 1: eval/accuracy is 0.39, below 0.4: ")
+    resumed = Health(bounds={"rollout/brief": {"stop": 40}})
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    assert said(resumed, caplog, {"rollout/brief": 31.0}) == []
+    with pytest.raises(AlarmError, match=r"rollout/brief is -31, below -30: a bound of callbacks\.health\.bounds"):
+        said(health, caplog, {"rollout/brief": -31.0})
+    (found,) = warnings_of({3: {"loss/kl": 0.2}}, {}, None, own={"loss/kl": {"high": 0.1}})
+    assert (found.rollout, found.metric, found.stops) == (3, "loss/kl", False)
+    for wrong in ({"los/kl": {"high": 1}}, {"loss/kl": {"most": 1}}, {"loss/kl": 3}):
+        with pytest.raises(UserError, match=r"callbacks\.health\.bounds="):
+            Health(bounds=wrong)
 
 
 @pytest.mark.parametrize("poisoned", ["model.norm.weight", "exp_avg_sq of parameter 0"])

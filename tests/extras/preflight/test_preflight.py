@@ -248,6 +248,20 @@ def test_a_right_answer_that_the_reward_does_not_get(probe, monkeypatch):
     assert found.compared == "7 of 8 right answers are right, 0 answers of other rows and 0 damaged ones are"
 
 
+def test_a_reward_of_tokens_gets_those_of_the_made_up_answers(probe, monkeypatch):
+    """As the policy would sample them: the text and the token that ends it."""
+    gold, read = probe.rollouts.task.gold, probe.tokenizer.decode
+
+    def score_group(row, said):
+        texts = [read(one.steps[0].action.ids, skip_special_tokens=True) for one in said]
+        assert texts == [one.answer for one in said]
+        return [Reward(float(right), right) for right in (text == f"#### {gold(row)}" for text in texts)]
+
+    monkeypatch.setattr(probe.rollouts.task, "score_group", score_group)
+    found = preflight.outcome(CHECKS["gold answers are right"], probe)
+    assert (found.result, found.compared[:30]) == ("PASS", "8 of 8 right answers are right")
+
+
 def test_a_right_answer_that_is_not_what_the_file_has(tmp_path):
     """A reader that rounds, in any of four formats."""
     import pandas as pd

@@ -157,6 +157,8 @@ def test_a_file_of_groups_is_read_on_and_begins_again(toy, tmp_path):
         [1, 2],
     ]
     assert source.groups(0, 2, 2, None) == []  # no second round
+    later = Recorded(pretrained, TokenizerRenderer(pretrained.tokenizer()), str(file), first=2)
+    assert [group[0].reward.value for group in later.groups(0, 2, 0, None)] == [2, 0]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +194,13 @@ def test_the_replay_of_a_run_learns_the_same_to_the_bit(toy, recorded, tmp_path)
     ]
     assert len(learned) > 10 and all(run.metrics[name].equals(again.metrics[name]) for name in learned)
     assert again.samples([1])["completion"].tolist() == run.samples([1])["completion"].tolist()
+    second = settings | {"rollout": settings["rollout"] | {"num_rollouts": 1}, "alarms": "warn"}
+    chosen = {"source.path": run.folder, "source.first": 2}
+    alone = grpo.train(str(toy), source="file", output_dir=tmp_path / "second", **second, **chosen)
+    assert alone.samples([1])["completion"].tolist() == run.samples([2])["completion"].tolist()
+    assert {*alone.samples([1])["extra/versions"]} == {"[0]"}  # as fresh as they were
+    with pytest.raises(UserError, match=r"2 recorded rollouts, not 3: lower source\.first or rollout\.num_rollouts"):
+        grpo.train(str(toy), source="file", output_dir=tmp_path / "past", **settings, **chosen)
     longer = settings | {"rollout": settings["rollout"] | {"num_rollouts": 3}}
     with pytest.raises(UserError, match=r"has 2 recorded rollouts, not 3: lower rollout\.num_rollouts"):
         grpo.train(str(toy), source="file", output_dir=tmp_path / "more", **longer, **{"source.path": run.folder})

@@ -21,8 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from grpo.config.composing import CONF
 from grpo.extras.network import child
 from grpo.extras.sweep.arms import check_arms
-from grpo.extras.sweep.jobs import Job
-from grpo.extras.sweep.sweep import Sweep, places, reported
+from grpo.extras.sweep.jobs import EARLY, Job
+from grpo.extras.sweep.sweep import Sweep, is_behind, places, reported
 from grpo.system.errors import UserError
 from hydra_plugins.grpo import parsed, short
 from train import train
@@ -42,6 +42,12 @@ WRITES = """if True:
     manifest = {"status": "finished", "accuracy": 0.25, "seconds": 90}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 """
+
+
+@pytest.fixture(autouse=True)
+def no_sweep_is_left(monkeypatch):
+    """For the tests of other files, whose programs would report it."""
+    monkeypatch.setattr("grpo.extras.sweep.sweep.SWEEPS", [])
 
 
 def make(folder: Path, at_once: int = 1) -> Sweep:
@@ -165,6 +171,42 @@ def test_places():
     for wrong in (0, "many", 1.5):
         with pytest.raises(UserError, match=f"hydra.launcher.jobs={wrong} must be auto or an integer"):
             places(wrong, [], {})
+
+
+def test_a_job_is_behind_whose_accuracy_is_below_the_median_after_as_many_rollouts():
+    others = [{0: 0.3, 10: 0.4}, {0: 0.3, 10: 0.6, 20: 0.9}, {0: 0.3, 10: 0.7}]  # the median after 10 is 0.6
+    assert is_behind({0: 0.3, 10: 0.59}, others, 3)
+    assert not is_behind({0: 0.3, 10: 0.6}, others, 3)
+    assert not is_behind({0: 0.3, 10: 0.59}, others, 4) and not is_behind({0: 0.1}, others, 1)
+    assert is_behind({10: 0.9, 20: 0.89}, others, 1) and not is_behind(
+        {20: 0.89}, others, 2
+    )  # one other has been there
+
+
+LEARNS = """if True:
+    import json, pathlib, sys, time
+    folder, accuracy = pathlib.Path(sys.argv[1]), sys.argv[2]
+    (folder / "metrics.csv").write_text(f"step,eval/accuracy,loss/kl\\n0,0.3,\\n1,,0.1\\n2,{accuracy},0.1\\n")
+    time.sleep(0 if accuracy > "0.5" else 300)
+    (folder / "manifest.json").write_text(json.dumps({"status": "finished", "accuracy": float(accuracy)}))
+"""
+
+
+def test_a_search_stops_a_job_that_falls_behind_and_a_resumed_one_leaves_it(tmp_path, capsys):
+    """Jobs with 0.6 and 0.8 after 2 of 4 rollouts finish, so that the median is 0.7; that with 0.4 would go on for 300 s."""
+
+    def command(job: Job, overrides) -> list[str]:
+        return [sys.executable, "-c", LEARNS, str(job.folder), *overrides]
+
+    for begins in (True, False):
+        sweep = Sweep(tmp_path, command, [{}], "do it again", prune=2)
+        jobs = [sweep.add(Job(i, tmp_path / str(i), [f"0.{a}"], f"0.{a}", rollouts=4)) for i, a in enumerate((6, 8, 4))]
+        sweep.run()
+        sweep.lock.close()
+        assert [(job.status, job.accuracy) for job in jobs] == [("finished", 0.6), ("finished", 0.8), (EARLY, 0.4)]
+        out = capsys.readouterr().out
+        assert ("job 2 stopped early: 0.4: accuracy 40.0 %; 2/3 done, 1 stopped early" in out) == begins
+        assert ("job 2 begins" in out) == begins
 
 
 def test_a_table_is_advised_where_runs_can_be_compared(tmp_path, capsys):
