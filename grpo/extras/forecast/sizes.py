@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from grpo.config.appendix import of_appendix
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Engine
 from grpo.engines.room import Room
@@ -259,7 +260,8 @@ class Sizes:
         dtype = MIXED.get(precision, policy.dtype)
         with casts():
             sampling = known(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside)
-        cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)
+            states = known(of_appendix("state_layers.cache.sizes_of", lambda _: None), passes.policy)
+        cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens, states)
         whole = bytes_of(passes.policy.parameters()) if sharded else 0
         rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
         parts.append(Part("engine's copy", learns if getattr(engine, "apart", False) else 0, lora))
