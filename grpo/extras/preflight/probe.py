@@ -43,7 +43,7 @@ PASSES = 24  # passes over these rows in all checks, a backward pass counts as t
 class Probe:
     """A run before its first rollout. examples: the rows of each split. precision: of Lightning's trainer. tokenizer: the
     model's own. version: of the engine's weights. allowance: the time of the checks, by which they choose how much they compare.
-    parts: of the memory forecast.
+    parts: of the memory forecast. Mutable: live, the share of all groups that were asked that have signal; None: unknown.
 
     It needs no more memory than the run: its passes are microbatches of an update, and the engine sleeps meanwhile if it does
     so in a run.
@@ -57,6 +57,7 @@ class Probe:
     version: int = 0
     allowance: Allowance | None = None
     parts: Sequence[Part] = ()
+    live: float | None = None
 
     def __post_init__(self) -> None:
         self.allowance = self.allowance or Allowance(self.rollouts.plan.num_rollouts)

@@ -9,7 +9,12 @@ from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
 from grpo.system.errors import plural
 
-FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
+FIRST_DRAWS, WANTED, DRAWS, MOST_DRAWS = (
+    20,
+    100,
+    500,
+    2000,
+)  # these show the engine's speed; are enough; at once; in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
 RARE = 1e-6  # a p-value below it is a fault, not chance
 ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
@@ -26,12 +31,16 @@ def logprobs(probe: Probe) -> Checked:
 def draws(probe: Probe) -> Checked:
     """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place.
 
-    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
+    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most. An engine may
+    read all tokens before it for each draw: where WANTED draws would take too long, these are the last ones, 8 at least.
     """
     tokens, entropy, patience = probe.compared, probe.passed[1], min(PATIENCE, probe.allowance.left(1 / 5))
     at_once = min(DRAWS, max(FIRST_DRAWS, probe.rollouts.plan.prompts * probe.rollouts.plan.group_size))
     row, at = divmod(int(entropy.argmax()), entropy.shape[1])
     prompt, completion = tokens.sequences()[row]
+    context, fit = [*prompt, *completion[:at]], int(patience / WANTED / probe.token_seconds)
+    if min(context) >= 0:  # a picture has no parts
+        context = context[-max(8, fit) :]
     drawn, reported, begun = [], [], time.perf_counter()
     with probe.rollouts.while_sampling():  # each device for itself, as often as it can
         while len(drawn) < MOST_DRAWS:
@@ -40,7 +49,7 @@ def draws(probe: Probe) -> Checked:
                 break
             fit = 1 + int(len(drawn) * (patience / spent - 1)) if drawn else FIRST_DRAWS
             count = min(fit, at_once, MOST_DRAWS - len(drawn))
-            batch = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(drawn))
+            batch = probe.sample([context] * count, max_tokens=1, others=len(drawn))
             drawn += batch.ids[:, batch.prompt_width].tolist()
             reported += batch.rollout_logprobs[:, 0].tolist()
     ids, where, counts = np.unique(drawn, return_index=True, return_counts=True)

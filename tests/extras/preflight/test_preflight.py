@@ -434,15 +434,47 @@ def test_an_engine_that_draws_otherwise_than_it_says(probe, monkeypatch, change)
 
 
 def test_a_slow_engine_draws_as_often_as_it_can_in_four_seconds(probe, monkeypatch):
-    """A draw takes 25 ms: 100 draws show that, and 60 more fill the four seconds, or a little more."""
-    sample, counts = probe.sample, []
+    """A draw takes 25 ms: 20 draws show that, and 140 more fill the four seconds, 64 at once as in the run. A
+    token takes 2 ms in a pass: 100 draws of 20 tokens would fill them, too, so the engine reads no more for each."""
+    sample, counts, contexts = probe.sample, [], set()
+    probe.__dict__["token_seconds"] = 0.002
     monkeypatch.setattr(sampling, "PATIENCE", 4.0)
     monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: sum(counts) * 0.025))
-    monkeypatch.setattr(
-        probe, "sample", lambda prompts, *a, **k: counts.append(len(prompts)) or sample(prompts, *a, **k)
-    )
+
+    def drawn(prompts, *others, **named):
+        counts.append(len(prompts))
+        contexts.update(map(tuple, prompts))
+        return sample(prompts, *others, **named)
+
+    monkeypatch.setattr(probe, "sample", drawn)
     found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
-    assert counts == [100, 61] and found.result == "PASS" and found.compared.startswith("161 draws")
+    assert counts == [20, 64, 64, 12] and found.result == "PASS" and found.compared.startswith("160 draws")
+    [context] = contexts
+    assert len(context) == 20 and any(context == ids[i : i + 20] for ids in whole(probe) for i in range(len(ids)))
+    probe.__dict__["token_seconds"] = 1.0
+    counts.clear(), contexts.clear()
+    preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+    assert {len(context) for context in contexts} == {8}
+
+
+def whole(probe) -> list[tuple[int, ...]]:
+    return [(*prompt, *ids) for prompt, ids in probe.compared.sequences()]
+
+
+def test_the_time_of_an_update_where_the_probe_has_no_signal(probe, monkeypatch):
+    """A plan of SmolLM2 on sums had no updates in it: two groups were played, both without a right answer, and one of the next
+    eight had some. The rows of the probe are then timed, and count by the share of groups with signal."""
+    equal = [[replace(s, reward=Reward(0.0, False)) for s in group] for group in probe.groups]
+    probe.__dict__["played"] = [(equal, 1.0)]
+    timed = []
+    monkeypatch.setattr(probe.module.at_once, "fitting", lambda make, *_, **__: timed.append(make) or 8.0)
+    found = preflight.outcome(CHECKS["there is something to learn"], probe)
+    count, size = int(found.compared.partition(" groups")[0].rpartition(" ")[2]), len(equal)
+    assert found.result == "PASS" and count > size
+    share = int(found.compared.partition(" of ")[0].rpartition(" ")[2]) / count
+    assert learning.seconds(probe) == pytest.approx(8.0 * share) and 0 < share < 1 and timed
+    probe.live = 0.0
+    assert learning.seconds(probe) == 0
 
 
 def test_an_engine_that_keeps_old_weights(probe, monkeypatch):
