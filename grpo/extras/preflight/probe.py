@@ -274,7 +274,7 @@ class Probe:
         lowest = min([*self.rollouts.plan.sampling.temperatures, self.module.temperature])
         size = logits.abs().amax(-1).float().mean() / lowest
         vocabulary = self.module.policy.config.get_text_config().vocab_size
-        return max(3e-5, 8e-10 * vocabulary, 4 * float(noise), self.eps * (3 + float(size) / 4))
+        return max(3e-5, 8e-10 * vocabulary, 6 * float(noise), self.eps * (3 + float(size) / 4))
 
     @property
     def eps(self) -> float:
