@@ -85,9 +85,11 @@ class Probe:
         return pieces
 
     def further(self) -> Iterator[list[Group]]:
-        """Yield episodes of the rows that have not been asked, piece by piece."""
-        for first in range(len(self.groups), len(self.chosen), PROMPTS):
-            yield self.play(self.chosen[first : first + PROMPTS], first)[0]
+        """Yield episodes of the rows that have not been asked, piece by piece: FIRST at a time where more take too long."""
+        slow = self.played[0][1] * PROMPTS / FIRST > self.allowance.left(1 / 3)
+        size = min(FIRST, PROMPTS) if slow else PROMPTS
+        for first in range(len(self.groups), len(self.chosen), size):
+            yield self.play(self.chosen[first : first + size], first)[0]
 
     def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
         """Play rows, at most as many at once as in a rollout, with seeds that no rollout of the run has. Returns the groups and

@@ -26,10 +26,15 @@ class StateCache(KVCache):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        states, keys = sizes_of(self.model)
+        states, keys = bytes_carried(self.model)
         self.beside = states // keys if keys else 0
         self.after_prompts: dict[int, list[Tensor]] = {}  # by the prompt's number: what each function carries, [1, ...]
         self.of_samples: list[Tensor] = []  # what each function carries, [B, ...]
+
+    @staticmethod
+    def carried(model: nn.Module) -> tuple[int, int]:
+        """See `bytes_carried`, for the forecast of memory."""
+        return bytes_carried(model)
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
         self.number = 0
@@ -127,7 +132,7 @@ class Counted(InPacked):
 
 
 @torch.no_grad()
-def sizes_of(model: nn.Module) -> tuple[int, int]:
+def bytes_carried(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of what a sequence carries from token to token, and of a token's keys and values."""
     if not follow(model):
         return 0, 0

@@ -322,6 +322,15 @@ def test_a_probe_without_signal_asks_more_rows(probe, monkeypatch):
     assert found.result == "PASS" and "1 of 3 groups have signal" in found.compared  # one at a time, until one has
 
 
+def test_a_slow_probe_without_signal_asks_two_rows_at_a_time(probe, monkeypatch):
+    """Eight of them may take more time than is left, and the first two may have signal."""
+    for allowed, sizes in ((1e9, [8, 8, 8]), (0.0, [2] * 15)):
+        slow = Probe(*parts_of(probe), allowance=Allowance(80, fixed=allowed))
+        slow.__dict__["played"] = [(probe.groups[:2], 1.0), (probe.groups[2:], 1.0)][: 2 if allowed else 1]
+        monkeypatch.setattr(slow, "play", lambda rows, first: (rows, first))
+        assert [len(rows) for rows in slow.further()] == sizes
+
+
 def test_signal_without_right_answers_is_not_called_fit(probe, monkeypatch):
     monkeypatch.setattr(
         probe.rollouts.task, "score_group", lambda row, said: [Reward(float(i), False) for i in range(len(said))]

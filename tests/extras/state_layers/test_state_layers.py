@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.extras.forecast.imagined import in_the_cache
-from grpo.extras.state_layers.cache import StateCache, sizes_of
+from grpo.extras.forecast.sizes import states_of
+from grpo.extras.state_layers.cache import StateCache, bytes_carried
 from grpo.extras.state_layers.following import Following, follow, way_of
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.packed_attention import PLAN, Packed
@@ -121,12 +122,12 @@ def test_samples_join_and_leave_a_cache_of_states(alike):
 
 
 def test_states_take_places_in_the_cache():
-    """Of Qwen3-Next with three gated delta layers, 128 channels of a convolution of 4 and 4 heads of 16 x 16 numbers each: 16,896
-    bytes, as 66 tokens of one attention layer with 2 heads of 16 numbers. 3 + 66 tokens of a prompt and 4 + 66 of a sample: of
-    209 tokens two samples have room. The forecast counts what is there."""
+    """Three gated delta layers of Qwen3-Next, 128 channels of a convolution of 4 and 4 heads of 16 x 16 numbers each, are 16,896
+    bytes, as 66 tokens of one attention layer with 2 heads of 16 numbers. A prompt takes 3 + 66 tokens, a sample 4 + 66: in 209
+    tokens two samples have room. The forecast counts what is there."""
     model = made("Qwen3-Next")
-    assert sizes_of(model) == (3 * 4 * (128 * 3 + 4 * 16 * 16), 4 * 2 * 2 * 16)
-    assert sizes_of(made("Llama")) == (0, 0) and sizes_of(made("Mamba"))[1] == 0
+    assert bytes_carried(model) == (3 * 4 * (128 * 3 + 4 * 16 * 16), 4 * 2 * 2 * 16)
+    assert bytes_carried(made("Llama")) == (0, 0) and bytes_carried(made("Mamba"))[1] == 0
     prompts = [(60, 61, 62)] * 3 + [(63, 64)] * 3
     with torch.no_grad():
         for bound, taken in ((208, 1), (209, 2), (417, 3), (418, 4), (487, 4), (558, 6)):
@@ -135,7 +136,8 @@ def test_states_take_places_in_the_cache():
         cache.admit(deque(range(6)))
     here = [*cache.of_samples, *(x for carried in cache.after_prompts.values() for x in carried)]
     plan = SimpleNamespace(prompts=2, group_size=3, sampling=SimpleNamespace(max_tokens=4))
-    states, keys = sizes_of(model)
+    states, keys = states_of(model)
+    assert states_of(made("Llama")) is None
     foreseen = partial(in_the_cache, model.config, torch.float32, plan, 3, states=(states, keys))
     assert foreseen(1 << 30) == sum(x.nbytes for x in here) + keys * 2 * (3 + 3 * 4) == 8 * states + 30 * keys
     assert foreseen(100) == 100 * keys
