@@ -260,7 +260,7 @@ class Sizes:
         dtype = MIXED.get(precision, policy.dtype)
         with casts():
             sampling = known(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside)
-            states = known(states_of, passes.policy)
+            states = known(states_carried, passes.policy)
         cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens, states)
         whole = bytes_of(passes.policy.parameters()) if sharded else 0
         rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
@@ -268,8 +268,8 @@ class Sizes:
         return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
 
 
-def states_of(policy: nn.Module) -> tuple[int, int] | None:
-    """Return the bytes of a sequence's states and of a token's keys and values, if the cache of the built-in engine has states."""
+def states_carried(policy: nn.Module) -> tuple[int, int] | None:
+    """Return the bytes of a sequence's states and of a token's keys and values, if the built-in engine's cache has states."""
     cache = next(filter(None, [follow(policy) for follow in FOLLOWERS]), None)
     return cache and cache.carried(policy)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
 from grpo.extras.forecast.imagined import in_the_cache
-from grpo.extras.forecast.sizes import states_of
+from grpo.extras.forecast.sizes import states_carried
 from grpo.extras.state_layers.cache import StateCache, bytes_carried
 from grpo.extras.state_layers.following import Following, follow, way_of
 from grpo.models.gradient_checkpointing import recomputing
@@ -136,8 +136,8 @@ def test_states_take_places_in_the_cache():
         cache.admit(deque(range(6)))
     here = [*cache.of_samples, *(x for carried in cache.after_prompts.values() for x in carried)]
     plan = SimpleNamespace(prompts=2, group_size=3, sampling=SimpleNamespace(max_tokens=4))
-    states, keys = states_of(model)
-    assert states_of(made("Llama")) is None
+    states, keys = states_carried(model)
+    assert states_carried(made("Llama")) is None
     foreseen = partial(in_the_cache, model.config, torch.float32, plan, 3, states=(states, keys))
     assert foreseen(1 << 30) == sum(x.nbytes for x in here) + keys * 2 * (3 + 3 * 4) == 8 * states + 30 * keys
     assert foreseen(100) == 100 * keys
