@@ -448,6 +448,15 @@ FAULTS = {  # and whether it is found in 16 bits, too
 }
 
 
+def test_differences_of_another_temperature():
+    """Log-probabilities that are 1 above their mean fall by 2 %, those that are 2 below rise by 4 %; then one is 1 % off that."""
+    above = torch.tensor([1.0, 1.0, -2.0])
+    assert sampling.warmer(-0.02 * above, above) == pytest.approx((0.02, 0.0), abs=1e-9)
+    heat, error = sampling.warmer(-0.02 * above + torch.tensor([0.01, -0.01, 0.0]), above)
+    assert heat == pytest.approx(0.02) and error == pytest.approx((2e-4 / 3 / 6) ** 0.5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sixteen", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_the_bound_on_log_probabilities_finds_planted_faults(probe, monkeypatch, fault, sixteen):
