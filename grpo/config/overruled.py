@@ -31,6 +31,13 @@ INSTEAD = {  # keys that do nothing beside another one that has a value
     "rollout.num_rollouts": "rollout.epochs",
 }
 
+ONLY = {  # keys that do something beside these values of another one alone
+    "teacher.alpha": ("teacher.weights", ("ema",)),
+    "teacher.success": ("teacher.context", ("sibling",)),
+    "teacher.column": ("teacher.context", ("solution", "feedback")),
+    "teacher.prompt": ("teacher.context", ("solution", "feedback", "sibling")),
+}
+
 
 def not_in_effect(config: DictConfig, arguments: Sequence[str]) -> Iterator[str]:
     """Yield a line for each value of the command line that does nothing: of an option, where a task, a recipe or an experiment
@@ -48,6 +55,9 @@ def not_in_effect(config: DictConfig, arguments: Sequence[str]) -> Iterator[str]
         other = INSTEAD.get(place)
         if values.get(other) is not None:
             yield f"{word} has no effect while {other}={literal(values[other])}"
+        other, used = ONLY.get(place, ("", ()))
+        if other in values and values[other] not in used:
+            yield f"{word} has no effect while {other}={values[other] or 'null'}"
         file = CONF / f"{word.lstrip('+').replace('=', '/')}.yaml"
         if not file.is_file():
             continue

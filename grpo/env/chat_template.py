@@ -141,6 +141,7 @@ class TemplateRenderer:
         where they close it, the message's thought is left out."""
         text = message.content if self.tokenizer.chat_template is None else self._after_prompt(message)
         ids, end = self._encoded(text.rstrip()), self.tokenizer.eos_token_id
+        ids = ids[: ids.index(end) + 1] if end in ids else ids  # behind it a template may begin the next message
         return ids if end is None or (ids and ids[-1] in self._special) else (*ids, end)
 
     def _after_prompt(self, message: Message) -> str:
@@ -155,6 +156,10 @@ class TemplateRenderer:
             turn = whole.removeprefix(head)
         else:  # the template begins the policy's messages in another way than prompts end
             turn = message.content + self._answered(Message("assistant", ENOUGH)).rpartition(ENOUGH)[2]
+        rest = turn.removeprefix(tag + inside)
+        if tag and rest != turn and (CLOSED not in rest or rest.startswith(OPENED)):
+            # the template opens a thought in front of a last message, too
+            turn, thought = parted(rest)[1].lstrip(), thought and f"{thought.strip()}\n"
         own, after = parted(turn)
         if CLOSED in inside:
             turn = after.removeprefix(inside.partition(CLOSED)[2])

@@ -113,6 +113,30 @@ FILES = {
     ],
 )
 def test_a_program_gets_the_same_and_refuses_the_same(line, shown, tmp_path, monkeypatch):
+    found = str(same(program(line, tmp_path, monkeypatch)))
+    assert shown in found, found
+
+
+def test_the_installed_hydra_calls_each_function_that_is_replaced(tmp_path, monkeypatch):
+    """Also where its names stay and it composes in another way: then it would be slow, and nothing would say so."""
+    called = set()
+
+    def noted(place, faster):
+        def function(*given, **named):
+            called.add(place)
+            return faster(*given, **named)
+
+        return function
+
+    for place in REPLACED:
+        monkeypatch.setattr(place.replace(":", "."), noted(place, resolve_name(place)))
+    program("size=large", tmp_path, monkeypatch)()
+    composed("train", ["seed=1"])
+    assert called == set(REPLACED)
+
+
+def program(line, tmp_path, monkeypatch):
+    """Return a function that runs a program with this command line, and returns its configurations and what it printed."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -132,8 +156,7 @@ def test_a_program_gets_the_same_and_refuses_the_same(line, shown, tmp_path, mon
             main()
         return [seen, said.getvalue()]
 
-    found = str(same(run))
-    assert shown in found, found
+    return run
 
 
 TEXTS = r"""1e-3; 1.; .5e3; 1_000; 0x10; 0o17; 017; 1:30; 1:30.5; .inf; -.Inf; .nan; 2020-01-01; 2020-01-01T10:00:00Z;

@@ -79,3 +79,18 @@ def test_a_key_beside_one_that_is_off_is_named(word, other):
     key, value = other.partition("=")[::2]
     on = "0.5" if value in ("0.0", "null") else "1"
     assert lines(word, f"{key}={on}", *(["algo.kl.coef=0.1"] if "kl.sync" in key else [])) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "other", "used"),
+    [
+        ("teacher.alpha=0.5", "teacher.weights=live", "teacher.weights=ema"),
+        ("teacher.success=0.5", "teacher.context=solution", "teacher.context=sibling"),
+        ("teacher.column=answer", "teacher.context=sibling", "teacher.context=solution"),
+    ],
+)
+def test_a_key_that_belongs_to_another_choice_is_named(word, other, used):
+    teacher = "teacher=self", "algo.teacher.coef=1"
+    assert f"{word} has no effect while {other}" in lines(*teacher, other, word)
+    assert not any(word in line for line in lines(*teacher, used, word))
+    assert lines("algo=mopd", "teacher.column=subject", "teacher.teachers={a: x}") == []

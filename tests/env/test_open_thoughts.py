@@ -7,6 +7,7 @@ import pytest
 from conftest import seed
 from helpers import families
 from helpers.families import FAMILIES, TOOLS, add, spelled
+from tokenizers import AddedToken
 
 from grpo.engines.protocol import Sampling
 from grpo.env.messages import Message, ToolCall, message_of
@@ -176,6 +177,39 @@ def test_how_an_empty_thought_is_closed():
     assert taught("qwen3_5_think") == "\n</think>\n\nThree.<|im_end|>"
     assert taught("nemotron_3_nano") == "</think>Three.<|im_end|>"
     assert taught("deepseek_r1_distill") == "\n</think>\n\nThree.<｜end▁of▁sentence｜>"
+
+
+LAST = """{% set last = messages[-1] if messages[-1].role == "assistant" else none %}
+{%- for m in (messages[:-1] if last else messages) %}<S>{{ m.role }}
+{{ m.content.split("</think>")[-1].strip() }}
+<E>
+{% endfor %}{% if add_generation_prompt or last %}<S>assistant
+OPENING{% if last %}{{ last.content }}{% if not add_generation_prompt %}
+{{- "\\n<E>\\n\\n" }}{% endif %}{% endif %}{% endif %}"""
+BEGUN = """{# <|END_THINKING|> #}{% for m in messages %}<S>{{ m.role }} {% if m.role == "assistant" %}<|START_RESPONSE|>
+{{- m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<E>
+{%- endfor %}<S>assistant """
+FIRST = "<|START_RESPONSE|>It is 3.<|END_RESPONSE|><E>"
+
+
+@pytest.mark.parametrize(
+    ("template", "short", "long"),
+    [
+        (LAST.replace("OPENING", "<think>\n\n"), "</think>\n\nIt is 3.\n<E>", "I see.\n</think>\n\nIt is 3.\n<E>"),
+        (LAST.replace("OPENING", "<think></think>"), "It is 3.\n<E>", "It is 3.\n<E>"),
+        (BEGUN, FIRST, f"<|START_THINKING|>\nI see.\n<|END_THINKING|>{FIRST}"),
+    ],
+    ids=["Nemotron Nano 2", "Nemotron Nano 2, closed", "Command R7B"],
+)
+def test_what_a_template_adds_to_a_last_message_is_no_part_of_a_demonstration(template, short, long):
+    """A thought opened once more in front of it; behind it the beginning of the next message."""
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    marks = [*"<S> <E>".split(), *(f"<|{edge}_{of}|>" for edge in ("START", "END") for of in ("THINKING", "RESPONSE"))]
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.eos_token, tokenizer.chat_template = "<E>", template
+    renderer = TokenizerRenderer(tokenizer)
+    for text, expected in (("It is 3.", short), ("<think>\nI see.\n</think>\n\nIt is 3.", long)):
+        assert tokenizer.decode(renderer.answer_ids(Message("assistant", text))) == expected
 
 
 def test_a_thought_is_open_where_the_policys_turn_has_begun_one():

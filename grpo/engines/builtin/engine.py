@@ -171,7 +171,7 @@ def error_at(cache: Cache, model: nn.Module, lengths: tuple[int, int], bound: fl
     texts = [[*prompt, next(token), next(token)] for prompt in (long, long, short)]
     plain = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0, -3:] for text in texts]
 
-    kept = cache(model, [long, long, short], 4, 1000 + 4 * len(long) + 4 * len(short))
+    kept = cache(model, [long, long, short], 4, 1 << 60)
     rows, logits = kept.admit(deque(range(3)))
     errors = [distance(logits, torch.stack([plain[i][0] for i in rows]))]
     for t in (1, 2):

@@ -42,7 +42,7 @@ class KVCache:
         number = {prompt: u for u, prompt in enumerate(self.texts)}
         self.prompt_of = [number[prompt] for prompt in prompts]  # the prompt's number for each sample
         self.unfinished = Counter(self.prompt_of)
-        self.widest = max(map(len, prompts))
+        self.widest, self.beside = max(map(len, prompts)), 0  # beside: as many tokens as fit into a sequence's states
         self.prompts: list[int] = []  # numbers of the prompts in the cache
         self.rows: list[tuple[int, int]] = []  # each row's prompt, and the step at which it joined
         self.steps = 0
@@ -62,7 +62,7 @@ class KVCache:
             prompt = self.prompt_of[waiting[0]]
             is_read = prompt in self.logits or prompt in unread[-1:]
             prompts, rows = len(self.prompts) + len(unread) + (not is_read), len(self.rows) + len(new) + 1
-            tokens = prompts * self.widest + rows * self.max_tokens
+            tokens = prompts * self.widest + rows * self.max_tokens + (prompts + rows) * self.beside
             if tokens > self.bound and rows > 1:
                 break
             if not is_read:

@@ -215,12 +215,23 @@ def minibatch(plan: Plan, prompt_tokens: int, rows: int) -> TokenBatch:
     return TokenBatch(ids, torch.ones_like(ids), completion, logprobs, torch.arange(rows))
 
 
-def in_the_cache(config: PretrainedConfig, dtype: torch.dtype, plan: Plan, prompt_tokens: int, bound: int) -> int:
-    """Return the bytes of a rollout's KV cache in the built-in engine, which stores a prompt once. bound: the cache's tokens."""
+def in_the_cache(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    plan: Plan,
+    prompt_tokens: int,
+    bound: int,
+    states: tuple[int, int] | None = None,
+) -> int:
+    """Return the bytes of a rollout's cache in the built-in engine, which stores a prompt once. bound: the cache's tokens.
+    states: the measured bytes of a sequence's states, and of a token's keys and values."""
+    tokens = plan.prompts * (prompt_tokens + plan.group_size * plan.sampling.max_tokens)
+    if states and (carried := states[0]):  # a prompt has states, and so has each sample
+        keys, sequences = states[1], plan.prompts * (1 + plan.group_size)
+        return keys * min(tokens + sequences * (carried // keys), bound) if keys else sequences * carried
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tokens = plan.prompts * (prompt_tokens + plan.group_size * plan.sampling.max_tokens)
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize * min(tokens, bound)
 
 

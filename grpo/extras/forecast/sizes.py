@@ -36,6 +36,7 @@ from grpo.extras.forecast.imagined import (
 )
 from grpo.extras.forecast.limits import limit_of, takes_flex, to_fill
 from grpo.extras.forecast.parts import Part, human, in_phases, largest_phase
+from grpo.models import FOLLOWERS
 from grpo.models.adapted import without_adapter
 from grpo.models.gradient_checkpointing import recomputable
 from grpo.models.pretrained import Pretrained
@@ -259,11 +260,18 @@ class Sizes:
         dtype = MIXED.get(precision, policy.dtype)
         with casts():
             sampling = known(in_sampling, passes.policy, dtype, plan, prompt_tokens, beside)
-        cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens)
+            states = known(states_carried, passes.policy)
+        cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens, states)
         whole = bytes_of(passes.policy.parameters()) if sharded else 0
         rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
         parts.append(Part("engine's copy", learns if getattr(engine, "apart", False) else 0, lora))
         return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
+
+
+def states_carried(policy: nn.Module) -> tuple[int, int] | None:
+    """Return the bytes of a sequence's states and of a token's keys and values, if the built-in engine's cache has states."""
+    cache = next(filter(None, [follow(policy) for follow in FOLLOWERS]), None)
+    return cache and cache.carried(policy)
 
 
 def of_teacher(own: Mapping[str, Sequence[Tensor]], scoring: int, plan: Plan, device: str) -> list[Part]:

@@ -169,6 +169,7 @@ def signal(probe: Probe) -> Checked:
         if live := int(scores(groups).has_signal(by).sum()):
             break
     samples, count = [sample for group in groups for sample in group], len(groups)
+    probe.live = live / count
     right = [[bool(sample.reward.correct) for sample in group] for group in groups]
     solved = sum(map(sum, right)) / max(1, len(samples))
     passed = sum(map(any, right)) / count

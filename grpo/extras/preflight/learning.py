@@ -197,11 +197,15 @@ def backward(module: GRPOModule, microbatch: TokenBatch, scale: float = 1.0) -> 
 
 def seconds(probe: Probe) -> float:
     """Return the seconds that an update on the probe's episodes takes, by those of as many of its rows as there is time for. As
-    in a run, groups without signal are skipped, and less goes through the model at once if memory runs out."""
+    in a run, groups without signal are skipped (if none has any, the share that was found among others counts), and less goes
+    through the model at once if memory runs out."""
     module, scores = probe.module, probe.scores
     live = scores.has_signal().repeat_interleave(probe.rollouts.plan.group_size) | probe.beyond_rewards
     rows = live[probe.tokens.sample.cpu()].nonzero().flatten().to(module.device)
+    share = 1.0
     if not len(rows):
+        rows, share = torch.arange(len(probe.tokens), device=module.device), 1.0 if probe.live is None else probe.live
+    if not share:
         return 0.0
     lengths = probe.tokens.attention_mask[rows].sum(1)
     passes = 1 + 4 * module.algorithm.num_epochs
@@ -223,4 +227,4 @@ def seconds(probe: Probe) -> float:
         spent = module.at_once.fitting(learned, optimizer.zero_grad, timed.ids.shape[1])
     finally:
         optimizer.zero_grad()
-    return spent * float(lengths.sum() / lengths[:count].sum())
+    return share * spent * float(lengths.sum() / lengths[:count].sum())

@@ -43,7 +43,7 @@ PASSES = 24  # passes over these rows in all checks, a backward pass counts as t
 class Probe:
     """A run before its first rollout. examples: the rows of each split. precision: of Lightning's trainer. tokenizer: the
     model's own. version: of the engine's weights. allowance: the time of the checks, by which they choose how much they compare.
-    parts: of the memory forecast.
+    parts: of the memory forecast. Mutable: live, the share of all groups that were asked that have signal; None: unknown.
 
     It needs no more memory than the run: its passes are microbatches of an update, and the engine sleeps meanwhile if it does
     so in a run.
@@ -57,6 +57,7 @@ class Probe:
     version: int = 0
     allowance: Allowance | None = None
     parts: Sequence[Part] = ()
+    live: float | None = None
 
     def __post_init__(self) -> None:
         self.allowance = self.allowance or Allowance(self.rollouts.plan.num_rollouts)
@@ -84,9 +85,11 @@ class Probe:
         return pieces
 
     def further(self) -> Iterator[list[Group]]:
-        """Yield episodes of the rows that have not been asked, piece by piece."""
-        for first in range(len(self.groups), len(self.chosen), PROMPTS):
-            yield self.play(self.chosen[first : first + PROMPTS], first)[0]
+        """Yield episodes of the rows that have not been asked, piece by piece: FIRST at a time where more take too long."""
+        slow = self.played[0][1] * PROMPTS / FIRST > self.allowance.left(1 / 3)
+        size = min(FIRST, PROMPTS) if slow else PROMPTS
+        for first in range(len(self.groups), len(self.chosen), size):
+            yield self.play(self.chosen[first : first + size], first)[0]
 
     def play(self, rows: list[Example], first: int) -> tuple[list[Group], float]:
         """Play rows, at most as many at once as in a rollout, with seeds that no rollout of the run has. Returns the groups and
@@ -255,8 +258,9 @@ class Probe:
         """The largest mean difference of log-probabilities that rounding explains, in nats.
 
         It is measured on this model: the difference between passes over all rows and passes over each row alone in the padded
-        layout, and the size of the logits times the precision of the number type. In float32 it is at least 1e-5, and more for
-        a large vocabulary, over which a CPU's log_softmax adds up: an engine may use that.
+        layout, and the precision of the number type times what hidden states (near 1) and logits lose of it. In float32 it is at
+        least 3e-5, and more for a large vocabulary, over which a CPU's log_softmax adds up: an engine may use that. It is at
+        least three times what was measured between vLLM and the trainer (docs/preflight.md).
         """
         few, alone = self.few, []
         together = self.trainer(few)[0]
@@ -272,7 +276,7 @@ class Probe:
         lowest = min([*self.rollouts.plan.sampling.temperatures, self.module.temperature])
         size = logits.abs().amax(-1).float().mean() / lowest
         vocabulary = self.module.policy.config.get_text_config().vocab_size
-        return max(1e-5, 2e-10 * vocabulary, 4 * float(noise), self.eps * float(size) / 4)
+        return max(3e-5, 8e-10 * vocabulary, 6 * float(noise), self.eps * (3 + float(size) / 4))
 
     @property
     def eps(self) -> float:

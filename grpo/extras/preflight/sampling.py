@@ -4,34 +4,60 @@ import time
 
 import numpy as np
 from scipy.stats import chi2
+from torch import Tensor
 
 from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
 from grpo.system.errors import plural
 
-FIRST_DRAWS, DRAWS, MOST_DRAWS = 100, 500, 2000  # the first ones show the engine's speed; at once; in all
+FIRST_DRAWS, WANTED, DRAWS, MOST_DRAWS = (
+    20,
+    100,
+    500,
+    2000,
+)  # these show the engine's speed; are enough; at once; in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
+HEAT = 0.01  # a share by which temperatures may seem to differ
 RARE = 1e-6  # a p-value below it is a fault, not chance
 ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
 
 
 def logprobs(probe: Probe) -> Checked:
-    """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding."""
-    gap = mean_gap(probe.compared.rollout_logprobs, probe.passed[0], probe.compared)
-    text = f"mean gap {gap:.1e} nats over {plural(int(probe.compared.mask.sum()), 'token')}, bound {probe.bound:.1e}"
+    """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding, and the differences
+    are not those of another temperature, which a bound for 16 bits would hide."""
+    theirs, tokens, (ours, entropy) = probe.compared.rollout_logprobs, probe.compared, probe.passed
+    gap = mean_gap(theirs, ours, tokens)
+    heat, error = warmer((theirs - ours)[tokens.mask], (ours + entropy)[tokens.mask])
+    text = f"mean gap {gap:.1e} nats over {plural(int(tokens.mask.sum()), 'token')}, bound {probe.bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
-    return pass_or_fail(gap <= probe.bound, text, remedy)
+    if hot := abs(heat) > max(HEAT, 6 * error):
+        text += f", as at a temperature {heat:+.1%} from the trainer's"
+    return pass_or_fail(gap <= probe.bound and not hot, text, remedy)
+
+
+def warmer(apart: Tensor, above: Tensor) -> tuple[float, float]:
+    """Return by how much the engine's temperature is higher, as a share, and the standard error: d log p / d log T is minus what
+    log p has above its mean, the entropy with its sign. apart: differences of n tokens' log p, [n]; above: [n]."""
+    apart, above = apart.double(), above.double()
+    size = (above**2).sum().clamp(min=1e-9)
+    heat = -(apart * above).sum() / size
+    rest = (apart + heat * above).square().mean() / size
+    return float(heat), float(rest.sqrt())
 
 
 def draws(probe: Probe) -> Checked:
     """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place.
 
-    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most.
+    The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most. An engine may
+    read all tokens before it for each draw: where WANTED draws would take too long, these are the last ones, 8 at least.
     """
     tokens, entropy, patience = probe.compared, probe.passed[1], min(PATIENCE, probe.allowance.left(1 / 5))
     at_once = min(DRAWS, max(FIRST_DRAWS, probe.rollouts.plan.prompts * probe.rollouts.plan.group_size))
     row, at = divmod(int(entropy.argmax()), entropy.shape[1])
     prompt, completion = tokens.sequences()[row]
+    context, fit = [*prompt, *completion[:at]], int(patience / WANTED / probe.token_seconds)
+    if min(context) >= 0:  # a picture has no parts
+        context = context[-max(8, fit) :]
     drawn, reported, begun = [], [], time.perf_counter()
     with probe.rollouts.while_sampling():  # each device for itself, as often as it can
         while len(drawn) < MOST_DRAWS:
@@ -40,7 +66,7 @@ def draws(probe: Probe) -> Checked:
                 break
             fit = 1 + int(len(drawn) * (patience / spent - 1)) if drawn else FIRST_DRAWS
             count = min(fit, at_once, MOST_DRAWS - len(drawn))
-            batch = probe.sample([[*prompt, *completion[:at]]] * count, max_tokens=1, others=len(drawn))
+            batch = probe.sample([context] * count, max_tokens=1, others=len(drawn))
             drawn += batch.ids[:, batch.prompt_width].tolist()
             reported += batch.rollout_logprobs[:, 0].tolist()
     ids, where, counts = np.unique(drawn, return_index=True, return_counts=True)

@@ -93,7 +93,7 @@ def as_sentences(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]], 
     compute, times = found["compute"], found["times"]
     known = {name: arm for name, arm in found["arms"].items() if arm["reason"] is None}
     accuracy = found["metric"].partition("/")[2]
-    head = [f"{times:g} x {compute}", f"{accuracy} (95 %)", "ceiling A (95 %)", "power B", "C_mid"]
+    head = ["arm", f"{accuracy} at {times:g} x {compute} (95 %)", "ceiling A (95 %)", "power B", "C_mid"]
     rows = [
         [name, cell(arm["then"]), cell(arm["A"]), f"{arm['B']['value']:.2g}", amount(arm["C_mid"]["value"], compute)]
         for name, arm in known.items()

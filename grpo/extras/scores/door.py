@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from grpo.extras.scores.own import prepare
 from grpo.extras.scores.weighed import Weighed
@@ -33,6 +33,7 @@ def follow_scores() -> None:
         AttentionInterface.register(PROBE, following(by_probe))
         AttentionMaskInterface.register(PROBE, mask_itself)
         AttentionInterface.register("sdpa", with_caps(AttentionInterface()["sdpa"]))
+        PreTrainedModel.get_decoder = below_the_head(PreTrainedModel.get_decoder)
 
 
 def following(attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +71,18 @@ def with_caps(sdpa: Callable[..., Any]) -> Callable[..., Any]:
         return capped(query, key, value, attention_mask, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 
     return known
+
+
+def below_the_head(find: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Return what finds the decoder of a model also where transformers takes the whole of it for one, as of a Llama 4."""
+
+    @wraps(find)
+    def decoder(self: nn.Module) -> nn.Module:
+        found = find(self)
+        whole = found is self and self.get_output_embeddings() is not None
+        return found.model if whole and hasattr(self, "model") else found
+
+    return decoder
 
 
 def tuned(module: nn.Module, query: Tensor) -> Tensor:

@@ -107,15 +107,9 @@ def doge(self: nn.Module, hidden_states: Tensor, position_embeddings: Any, atten
     return self.o_proj(attended(self, query, key, value, attention_mask, self.scaling, bias)), None
 
 
-def its_model(_own: Callable[..., Any]) -> Callable[[nn.Module], nn.Module]:
-    """Return what finds the decoder of a Llama 4, which transformers takes for its own decoder."""
-    return lambda self: self.model
-
-
 # by the type of a model: its file, a class in it, one of the methods of this class, and what makes another one of it
 OWN: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
     "bloom": ("bloom", "BloomAttention", "forward", partial(in_plans, bloom)),
     "falcon": ("falcon", "FalconAttention", "forward", partial(in_plans, falcon)),
     "doge": ("doge", "DogeAttention", "forward", partial(in_plans, doge)),
-    "llama4_text": ("llama4", "Llama4ForCausalLM", "get_decoder", its_model),
 }

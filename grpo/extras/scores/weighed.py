@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.checkpoint import checkpoint
 
 LEAST = torch.finfo(torch.float32).min
@@ -75,8 +76,8 @@ class Weighed:
         capped = None if self.cap is None else capping(self.cap, arguments[0].device)
         if self.sinks is None:
             return kernel(*arguments, score_mod=capped, **named)
-        out, total = kernel(*arguments, score_mod=capped, return_lse=True, **named)
-        return out * self.share(total)[..., None].to(out.dtype)
+        out, beside = kernel(*arguments, score_mod=capped, return_aux=AuxRequest(lse=True), **named)
+        return out * self.share(beside.lse)[..., None].to(out.dtype)
 
 
 @cache

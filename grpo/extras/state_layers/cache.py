@@ -9,6 +9,7 @@ Shapes: B rows (unfinished samples), D channels.
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from grpo.engines.builtin.kv_cache import KVCache, Prefill
 from grpo.extras.state_layers.calls import Convolution, Scan
 from grpo.extras.state_layers.following import follow
 from grpo.extras.state_layers.packed import KNOWN, InPacked
-from grpo.models.packed_attention import AttentionPlan
+from grpo.models.packed_attention import AttentionPlan, How, Packed, attending
 
 
 class StateCache(KVCache):
@@ -25,8 +26,15 @@ class StateCache(KVCache):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        states, keys = bytes_carried(self.model)
+        self.beside = states // keys if keys else 0
         self.after_prompts: dict[int, list[Tensor]] = {}  # by the prompt's number: what each function carries, [1, ...]
         self.of_samples: list[Tensor] = []  # what each function carries, [B, ...]
+
+    @staticmethod
+    def carried(model: nn.Module) -> tuple[int, int]:
+        """See `bytes_carried`, for the forecast of memory."""
+        return bytes_carried(model)
 
     def forward(self, plan: AttentionPlan, ids: Tensor, positions: Tensor, logits_to_keep: Tensor | int = 0) -> Tensor:
         self.number = 0
@@ -95,6 +103,49 @@ class StatePrefill(InPacked):
         """Store what a function carries on after each prompt, [n, ...]."""
         for u, one in zip(self.read, carried, strict=True):
             self.cache.after_prompts.setdefault(u, []).append(one[None])
+
+
+class OneToken(Packed):
+    """A sequence of one token, whose functions count bytes. Mutable: states, all that it carries on; keys, its keys and
+    values."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([[0]], [[]], device)
+        self.states = self.keys = 0
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        self.keys += key.nbytes + value.nbytes
+        return super().attend(layer, query, key, value, how)
+
+
+class Counted(InPacked):
+    """The functions of a `OneToken`."""
+
+    def convolve(self, convolution: Convolution) -> Tensor:
+        self.plan.states += (convolution.width - 1) * convolution.x.nbytes
+        return super().convolve(convolution)
+
+    def scan(self, scan: Scan) -> Any:
+        out, states = self.scanned(scan, final=True)
+        self.plan.states += states.nbytes
+        return scan.result(out)
+
+
+@torch.no_grad()
+def bytes_carried(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of what a sequence carries from token to token, and of a token's keys and values."""
+    if not follow(model):
+        return 0, 0
+    if model not in SIZES:
+        plan = OneToken(model.device)
+        KNOWN[plan] = Counted(plan)
+        with attending(model, plan):
+            model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False)
+        SIZES[model] = plan.states, plan.keys
+    return SIZES[model]
+
+
+SIZES: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 
 
 def follow_states(model: nn.Module) -> type[StateCache] | None:

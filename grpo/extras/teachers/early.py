@@ -16,6 +16,7 @@ from grpo.engines.protocol import Engine, Prompts, Sampling
 from grpo.env.tokens import CompletionLike
 from grpo.rollout.episodes import Play
 from grpo.system import distributed
+from grpo.system.threads import GRACE
 
 Key = tuple[int, ...]  # the tokens up to the end of a completion
 Entries = tuple[np.ndarray, np.ndarray]  # ids [n, k] int64, and their log-probabilities [n, k] float32
@@ -35,7 +36,8 @@ class Beforehand:
     def around(self, play: Play) -> Play:
         """Return a `play` that tells this object of each completion."""
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="teacher", daemon=True).start()
+        self.thread = threading.Thread(target=self.answer, name="teacher", daemon=True)
+        self.thread.start()
 
         @wraps(play)
         def playing(task, examples, group_size, engine, *settings, **named):
@@ -43,11 +45,24 @@ class Beforehand:
 
         return playing
 
+    def answer(self) -> None:
+        """Run the loop until it is stopped, and give up what is still asked then."""
+        loop = self.loop
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.get_loop().run_forever()
+
+    def close(self) -> None:
+        """End the thread: the run is over."""
+        if loop := self.loop:
+            self.loop, self.asked = None, {}  # a thread of rollouts ahead may still report
+            loop.call_soon_threadsafe(loop.stop)
+            self.thread.join(GRACE)
+
     def hear(self, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Ask for a completion, unless the same one was asked for already."""
-        key = (*prompt, *ids)
-        if len(ids) and key not in self.asked:
-            self.asked[key] = self.rollout, asyncio.run_coroutine_threadsafe(self.ask(key, len(ids)), self.loop)
+        key, loop = (*prompt, *ids), self.loop
+        if loop and len(ids) and key not in self.asked:
+            self.asked[key] = self.rollout, asyncio.run_coroutine_threadsafe(self.ask(key, len(ids)), loop)
 
     def claim(self, keys: Iterable[Key], stale: int) -> dict[Key, Entries]:
         """Return the answers for a rollout's completions, of whichever rank heard of them. stale: rollouts for which a completion

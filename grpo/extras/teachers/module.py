@@ -77,6 +77,10 @@ class Lessons(UpdatePart):
         if start := getattr(self.teacher, "start", None):
             start.begin()
 
+    def close(self) -> None:
+        """Called when the run is over."""
+        getattr(self.teacher, "close", lambda: None)()
+
     @property
     def rollouts(self) -> Rollouts:
         """The maker of the rollout that is learned from."""

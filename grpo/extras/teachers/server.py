@@ -289,6 +289,10 @@ class Served(Teacher):
             self.known = self.early.claim(turns, rollouts.plan.most_stale)
         return tokens, None
 
+    def close(self) -> None:
+        if self.early:
+            self.early.close()
+
     def entries(self, read: TokenBatch, top: int, known: dict[Key, Entries]) -> tuple[Tensor, Tensor]:
         """Return the ids and the log-probabilities of n tokens' entries, [n, k] each. known: see `Scorers.scores`."""
         self.check_lengths(read)

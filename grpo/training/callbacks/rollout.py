@@ -116,8 +116,8 @@ class RolloutCallback(L.Callback):
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.ahead:  # in case another callback ended the run
             self.ahead.stop()
-        getattr(self.rollouts.sampler, "close", lambda: None)()
-        self.engine.close()
+        for each in (*getattr(module, "parts", {}).values(), self.rollouts.sampler, self.engine):
+            getattr(each, "close", lambda: None)()
 
     def state_dict(self) -> dict:
         ahead = self.ahead.state_dict() if self.ahead else {}  # first, since it may draw random numbers

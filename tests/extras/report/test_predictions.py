@@ -88,6 +88,7 @@ def test_the_arm_that_will_be_better_is_named(sweep):
     (row,) = found["comparisons"]
     assert row["difference"]["low"] > 0.1 and row["p_value"] == row["p_holm"] < 0.05
     table, beats, meaning = printable(found)
+    assert [column.header for column in table.columns][:2] == ["arm", "accuracy at 4 x tokens (95 %)"]
     assert len(table.rows) == 2 and beats.startswith("after 32k tokens: B beats A by 2") and "other seeds" in meaning
     swapped = [*printable(predictions({"B": arms["B"], "A": arms["A"]}))][1]
     assert swapped == beats

@@ -20,6 +20,7 @@ from grpo.extras.scores.weighed import Weighed
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packed_attention import How, Packed
+from grpo.models.states import states_before
 from grpo.models.trusted import MaskProbe
 
 CPU = torch.device("cpu")
@@ -113,6 +114,7 @@ def test_an_encoder_with_caps_sees_both_ways():
 HOW = {"cap": How(0.3, 4, Weighed(1.5)), "sinks": How(None, Chunk(3), Weighed(None, tensor([1.0, -1.0])))}
 
 
+@pytest.mark.filterwarnings("error:.*deprecated")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_flex_attention_computes_the_same(how):
     """Uncompiled and without a gradient, since a CPU supports nothing else."""
@@ -138,6 +140,19 @@ def test_chunks_and_temperatures_are_those_of_the_sequence_and_not_of_the_row():
     engine = TransformersEngine()
     engine.load_weights(model, 0)
     assert gap_now(engine, model) < 1e-5 and engine.cache is KVCache
+
+
+def test_the_decoder_of_a_llama_4_is_found_before_any_plan():
+    """A critic asks for it; with padded rows and vLLM nothing follows a plan before. transformers gives the model itself."""
+    model, batch = made("Llama 4, text"), batch_of(ROWS)
+    assert "get_decoder" not in vars(type(model))  # no plan has changed this class
+    assert model.get_decoder() is model.model is model.model.get_decoder()
+    assert made("Qwen 3").get_decoder().__class__.__name__ == "Qwen3Model"
+    states = states_before(model.get_decoder(), batch)
+    logprobs = (
+        (model.lm_head(states) / 0.8).log_softmax(-1).gather(1, batch.ids[:, batch.prompt_width :][batch.mask][:, None])
+    )
+    torch.testing.assert_close(logprobs[:, 0], alone(model, batch)[batch.mask], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["BLOOM", "Falcon RW", "Falcon 2", "Doge", "gpt-oss"])

@@ -1,6 +1,8 @@
 """Layers with a state in packed rows: each sequence begins with what it should, also its gradient; and the cache that samples."""
 
 from collections import deque
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.extras.state_layers.cache import StateCache
+from grpo.extras.forecast.imagined import in_the_cache
+from grpo.extras.forecast.sizes import states_carried
+from grpo.extras.state_layers.cache import StateCache, bytes_carried
 from grpo.extras.state_layers.following import Following, follow, way_of
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.packed_attention import PLAN, Packed
@@ -120,6 +124,29 @@ def test_samples_join_and_leave_a_cache_of_states(alike):
         cache.admit(deque(range(11)))
         cache.drop([*range(4)])  # the samples of the first prompt have ended
     assert sorted(cache.after_prompts) == [1, 2] and {len(x) for x in cache.of_samples} == {7}
+
+
+def test_states_take_places_in_the_cache():
+    """Three gated delta layers of Qwen3-Next, 128 channels of a convolution of 4 and 4 heads of 16 x 16 numbers each, are 16,896
+    bytes, as 66 tokens of one attention layer with 2 heads of 16 numbers. A prompt takes 3 + 66 tokens, a sample 4 + 66: in 209
+    tokens two samples have room. The forecast counts what is there."""
+    model = made("Qwen3-Next")
+    assert bytes_carried(model) == (3 * 4 * (128 * 3 + 4 * 16 * 16), 4 * 2 * 2 * 16)
+    assert bytes_carried(made("Llama")) == (0, 0) and bytes_carried(made("Mamba"))[1] == 0
+    prompts = [(60, 61, 62)] * 3 + [(63, 64)] * 3
+    with torch.no_grad():
+        for bound, taken in ((208, 1), (209, 2), (417, 3), (418, 4), (487, 4), (558, 6)):
+            assert len(StateCache(model, prompts, 4, bound).admit(deque(range(6)))[0]) == taken
+        cache = StateCache(model, prompts, 4, 1 << 30)
+        cache.admit(deque(range(6)))
+    here = [*cache.of_samples, *(x for carried in cache.after_prompts.values() for x in carried)]
+    plan = SimpleNamespace(prompts=2, group_size=3, sampling=SimpleNamespace(max_tokens=4))
+    states, keys = states_carried(model)
+    assert states_carried(made("Llama")) is None
+    foreseen = partial(in_the_cache, model.config, torch.float32, plan, 3, states=(states, keys))
+    assert foreseen(1 << 30) == sum(x.nbytes for x in here) + keys * 2 * (3 + 3 * 4) == 8 * states + 30 * keys
+    assert foreseen(100) == 100 * keys
+    assert in_the_cache(None, torch.float32, plan, 3, 100, (states, 0)) == 8 * states
 
 
 def test_a_mamba_steps_from_the_state_of_its_prompt():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import compose_config
 from helpers.foreign_server import SCORES, Scorer
 from helpers.learning import GROUPS, fresh, rollout
 from helpers.taught import taught
@@ -15,11 +16,13 @@ from helpers.taught import taught
 from grpo.env.tokens import Completion, Turn
 from grpo.extras.teachers.early import Beforehand
 from grpo.extras.teachers.kinds import Passes
+from grpo.extras.teachers.module import Lessons
 from grpo.extras.teachers.server import Served
 from grpo.extras.teachers.teaching import Teaching
 from grpo.extras.vllm_server import pool
 from grpo.models.pretrained import Pretrained
 from grpo.rollout.collate import collate
+from train import train
 
 NUMBERS, LIKELY = Passes(1.0), Teaching(1.0, "reverse", top_k=4, top_of="teacher")
 PLAYED = SimpleNamespace(groups=GROUPS)
@@ -155,6 +158,46 @@ def test_the_turns_of_a_row_are_answers_of_their_own(toy, toy_model):
         asked = server.asked
         torch.testing.assert_close(teacher.logprobs(batch, NUMBERS), right(batch))
         assert server.asked == asked
+
+
+def threads_that_ask() -> int:
+    return sum(thread.name == "teacher" for thread in threading.enumerate())
+
+
+def test_its_thread_ends_with_the_run_and_another_run_has_one_again(toy, toy_model):
+    """A request that hangs is given up; a thread of rollouts ahead may still report completions, and nobody is asked."""
+    open_again, before = threading.Event(), threads_that_ask()
+    with Scorer() as server:
+        teacher, rollouts = served(toy, toy_model, server), rollouts_of(None)
+        teacher.extended(collate(GROUPS), PLAYED, rollouts)
+        server.routes[SCORES], first = lambda body: open_again.wait(60) and server.score(body), server.asked
+        teacher.early.hear((1,), (2,))
+        [(_, future)] = teacher.early.asked.values()
+        assert threads_that_ask() == before + 1
+        lessons = Lessons(teacher)
+        lessons.close()
+        lessons.close()
+        assert threads_that_ask() == before and future.cancelled()
+        open_again.set()
+        server.routes[SCORES], first = server.score, server.asked
+        rollouts.make()
+        assert not teacher.early.asked and server.asked == first
+        teacher.extended(collate(GROUPS), PLAYED, rollouts := rollouts_of(server))
+        rollouts.make()
+        assert server.asked == first + 4 and threads_that_ask() == before + 1
+        lessons.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_no_thread_is_left_by_a_run(toy, tmp_path, ahead):
+    before = threads_that_ask()
+    with Scorer() as server:
+        words = f"""algo=opd teacher=server teacher.urls=[{server.url}] model=path model.path={toy} debug=smoke callbacks=none
+            rollout.prompts=3 rollout.group_size=2 rollout.num_rollouts=4 max_tokens=8 forecast=false preflight=off
+            trainer=cpu rollout.ahead={ahead} algo.old_policy=rollout engine=transformers_copy output_dir={tmp_path}"""
+        train(compose_config(*words.split()))
+        assert server.asked > 18 and threads_that_ask() == before
 
 
 @pytest.mark.slow
