@@ -61,7 +61,7 @@ class Packaged:
         print(f"made {self.made()}: python train.py model={self.option}")
 
     def convert(self, file: Path, out: Path) -> None:
-        """Make a folder of transformers, in float32, of a GGUF file."""
+        """Make a folder of transformers, in float32, of a GGUF file. Raises UserError if it lacks weights."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +70,11 @@ class Packaged:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         self.mend(tokenizer)
         tokenizer.model_max_length = self.context
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+        )
+        if missing := found["missing_keys"]:  # transformers would make them at random
+            raise UserError(f"the weights of {self.hub} lack {', '.join(sorted(missing))}: take transformers 5.19")
         del model.config.quantization_config  # what is written is not quantized
         model.hf_quantizer, model.is_quantized = None, False
         model.config.name_or_path = self.hub

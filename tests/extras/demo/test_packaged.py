@@ -20,6 +20,7 @@ from grpo.extras.demo import packaged
 from grpo.extras.demo.gemma3 import GEMMA3, lines_template
 from grpo.extras.demo.packaged import join_parts
 from grpo.extras.demo.smollm2 import SMOLLM2, smollm2, split_digits
+from grpo.system.errors import UserError
 
 SPACES, BYTES = ["▁" * n for n in (2, 3, 4)], [f"<0x{byte:02X}>" for byte in range(256)]
 TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "\n", *SPACES, *BYTES, "▁a", "ab", "▁", "a", "b"]
@@ -52,9 +53,8 @@ def test_the_parts_of_a_file_are_joined_in_order(tmp_path):
     assert (tmp_path / "m.gguf").read_bytes() == b"abcde"
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory) -> tuple[Gemma3ForCausalLM, Path]:
-    """A small Gemma 3 with random weights, and the folder that is made of it through a GGUF file like the real one."""
+def written(file: Path, without: str = "") -> Gemma3ForCausalLM:
+    """Write a GGUF file like the real one, of a small Gemma 3 with random weights, and return the model."""
     gguf = pytest.importorskip("gguf")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 4}
@@ -62,8 +62,7 @@ def converted(tmp_path_factory) -> tuple[Gemma3ForCausalLM, Path]:
     model = Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=len(TOKENS), max_position_embeddings=64, **heads, **sizes))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
-    folder = tmp_path_factory.mktemp("gemma")
-    writer = gguf.GGUFWriter(folder / "small.gguf", "gemma3")
+    writer = gguf.GGUFWriter(file, "gemma3")
     for key, size in {
         "context_length": 64, "embedding_length": 32, "block_count": 6, "feed_forward_length": 64, "attention.head_count": 2,
         "attention.head_count_kv": 1, "attention.key_length": 16, "attention.sliding_window": 4,
@@ -79,13 +78,21 @@ def converted(tmp_path_factory) -> tuple[Gemma3ForCausalLM, Path]:
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, 6)
     for name, weight in model.state_dict().items():
-        if name != "lm_head.weight":  # tied
+        if name not in ("lm_head.weight", without):  # the head is tied
             stored = weight + 1 if "norm" in name else weight  # GGUF has the factor, Gemma what it adds to 1
             writer.add_tensor(names.get_name(name, (".weight",)), stored.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return model
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> tuple[Gemma3ForCausalLM, Path]:
+    """The small model, and the folder that is made of its GGUF file."""
+    folder = tmp_path_factory.mktemp("gemma")
+    model = written(folder / "small.gguf")
     GEMMA3.convert(folder / "small.gguf", folder / "made")
     return model, folder / "made"
 
@@ -98,6 +105,13 @@ def test_gemma_is_the_same_model_after_conversion(converted):
     torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     assert made.config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
     assert made.generation_config.eos_token_id == 1 and not hasattr(made.config, "quantization_config")
+
+
+def test_a_weight_that_is_not_in_the_file_is_not_made_at_random(tmp_path):
+    written(tmp_path / "small.gguf", without="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(UserError, match="270m lack model"):
+        GEMMA3.convert(tmp_path / "small.gguf", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_text_of_gemma_begins_with_bos_once(converted):
