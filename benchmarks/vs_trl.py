@@ -117,12 +117,12 @@ def prepare(folder: Path, case: Case) -> None:
 
 def prepare_real(folder: Path, case: Case) -> Iterator[dict]:
     """Link the files of SmolLM2, and yield rows."""
-    from grpo.extras.demo.smollm2 import made
+    from grpo.extras.demo.smollm2 import SMOLLM2
     from tasks.sums import Sums
 
-    if not made().exists():
+    if not SMOLLM2.made().exists():
         sys.exit("this case needs SmolLM2: make smollm")
-    for file in made().iterdir():
+    for file in SMOLLM2.made().iterdir():
         (folder / file.name).symlink_to(file)
     if case.reward == "different":
         for one, other in permutations(THINGS.split(), 2):

@@ -4,5 +4,6 @@ NEEDS = ("images",)  # the demo that sees
 PROGRAMS = (
     "demo_model",
     "smollm2",
+    "gemma3",
     "prefetch",
 )
