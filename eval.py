@@ -47,7 +47,8 @@ def compared(config: DictConfig) -> float:
 
 
 def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration for evaluating the policy of `config.run`, with that run's model, renderer and problem settings.
+    """Return the configuration for evaluating the policy of `config.run`, with that run's model, renderer, problem settings, and
+    what ends its answers or gives them their form in its own evaluations.
 
     Values of the command line win. If the command line chooses a task, the problem settings of the run are not used.
     """
@@ -62,6 +63,9 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             config.update({key: before[key] for key in taken})
             ours = [key for key in words if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
             config.merge_with_dotlist([words[key] for key in ours])
+            for key in ("eval.sampling.stop_ids", *(["eval.sampling.guided"] if problem else [])):
+                if key not in words and OmegaConf.select(before, key):
+                    OmegaConf.update(config, key, OmegaConf.select(before, key))
         config.model.path = str(folder)
     check_code(resolved(config), trained, overrides, config.trust)
     return config

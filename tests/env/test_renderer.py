@@ -346,6 +346,23 @@ def test_an_evaluation_reads_a_run_with_the_runs_renderer(tmp_path):
         assert renderer.tool_calls == form and renderer.template_args == {"enable_thinking": False}
 
 
+def test_an_evaluation_ends_answers_as_the_evaluations_of_the_run(tmp_path):
+    """Their form too, unless the command line names another task; the temperature is that of eval.py."""
+    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "best" / "config.json").touch()
+    form = {"choice": ["yes", "no"]}
+    words = "eval.sampling.stop_ids=[107]", "eval.sampling.guided={choice: [yes, no]}", "eval.sampling.temperature=0.5"
+    OmegaConf.save(compose_config(*words, "output_dir=."), tmp_path / "config.yaml", resolve=True)
+    for overrides, ids, guided in [
+        ((), [107], form),
+        (("task=gsm8k",), [107], None),
+        (("eval.sampling.stop_ids=[]",), [], form),
+    ]:
+        config = as_in_run(compose_config(f"run={tmp_path}", *overrides, "output_dir=.", name="eval"), overrides)
+        sampling = instantiate(config.eval.sampling)
+        assert (list(sampling.stop_ids), sampling.guided, sampling.temperature) == (ids, guided, 0.0)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
