@@ -150,17 +150,23 @@ def is_one_row(x: Tensor) -> bool:
 
 
 class OwnNorm(LlamaRMSNorm):
+    """A norm that computes one row of tokens by `Norm`."""
+
     def forward(self, x: Tensor) -> Tensor:
         return Norm.apply(x[0], self.weight, self.variance_epsilon)[None] if is_one_row(x) else super().forward(x)
 
 
 class OwnMLP(LlamaMLP):
+    """A gated MLP that computes one row of tokens by `GatedMLP`."""
+
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         return GatedMLP.apply(x[0], *weights)[None] if is_one_row(x) else super().forward(x)
 
 
 class OwnAttention(LlamaAttention):
+    """An attention layer that computes one row of tokens by `Queries`, if nothing is cached."""
+
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         if past_key_values is not None or not is_one_row(hidden_states):
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
