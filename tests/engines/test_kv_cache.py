@@ -8,7 +8,7 @@ import transformers
 from helpers.models import MORE, gap, model_of
 
 from grpo.engines.builtin import engine as builtin
-from grpo.engines.builtin import kv_cache
+from grpo.engines.builtin import kv_cache, llama
 from grpo.engines.builtin.engine import TransformersEngine, cache_objection
 from grpo.engines.builtin.kv_cache import KVCache, Prefill, alike_until
 from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
@@ -73,6 +73,24 @@ def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
     few = engine_of(model, 100).sample(GROUPS, Sampling(24, temperature=0.8), range(10))  # two or three at a time
     assert [completion.ids for completion in few] == [completion.ids for completion in found]
     assert gap(model, GROUPS, few, 0.8) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_packed_matrices_say_what_a_plain_forward_does(family, monkeypatch):
+    """A model of no parameters is small, so this one is packed; the demo's 1.3 million parameters are not."""
+    model, packed = model_of(family), []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda w, rows: (packed.append(w.shape), reorder(w, rows))[1]
+    )
+    plain = engine_of(model).sample(GROUPS, Sampling(24, temperature=0.8), range(10))
+    assert packed == [] and llama.SMALL > 10e6
+    monkeypatch.setattr(llama, "SMALL", 0)
+    found = engine_of(model).sample(GROUPS, Sampling(24, temperature=0.8), range(10))
+    # four of each layer and the head: once to try the cache, once for all steps
+    assert len(packed) == 2 * (4 * model.config.num_hidden_layers + 1)
+    assert [completion.ids for completion in found] == [completion.ids for completion in plain]
+    assert gap(model, GROUPS, found, 0.8) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", *MORE])

@@ -1,1 +1,1 @@
-"""Faster kernels on a GPU: FlexAttention, Liger. Door: `model.kernels`; FlexAttention is a Kernel of models/packed_attention."""
+"""Faster kernels: FlexAttention and Liger on a GPU, own layers on a CPU. Door: `model.kernels`; flex.py is a Kernel of models."""

@@ -10,6 +10,7 @@ import torch
 from grpo.extras.kernels.fallback import WithoutKernels
 from grpo.extras.kernels.flex import FLEX, FlexKernel
 from grpo.extras.kernels.liger import LIGER, is_installed, takes_liger, use_liger
+from grpo.extras.kernels.on_cpu import use_own
 from grpo.models import packing, token_scores
 from grpo.models.compiled import first_said
 from grpo.models.pretrained import Kernels
@@ -48,7 +49,7 @@ class KernelsCallback(L.Callback):
             self.again = self.sizes.again(trainer, self.parts)
         begins = first_said("kernels: compiling and comparing attention, head and layers", said=not on_gpu)
         with begins, trainer.precision_plugin.forward_context():
-            layers = use_liger(module.policy, self.wanted)
+            layers, own = use_liger(module.policy, self.wanted), use_own(module.policy, self.wanted)
             layout, attention = module.layout
             of_parts = {name: getattr(part, "layout", None) for name, part in module.parts.items()}
             self.found |= {name: ", ".join(map(_name, layout)) for name, layout in of_parts.items() if layout}
@@ -56,7 +57,7 @@ class KernelsCallback(L.Callback):
             "layout": layout,
             "attention": _name(attention),
             "head": "compiled" if on_gpu and not token_scores.forward.failed else "torch",
-            "layers": f"liger ({', '.join(layers)})" if layers else "transformers",
+            "layers": f"liger ({', '.join(layers)})" if layers else "own" if own else "transformers",
         }
         of_attention = [attention, *(pair[1] for pair in of_parts.values() if pair)]
         self.used = tuple(kernel for kernel, used in ((FLEX, FLEX in of_attention), (LIGER, layers)) if used)

@@ -1,0 +1,204 @@
+"""A Llama's norms, attention and gated MLPs on a CPU, with gradients by hand: three calls of autograd for each layer.
+
+oneDNN makes the products of rows with a matrix a tenth faster than MKL. Element-wise work is done for a few rows at a time,
+which stay in a core's cache. Autograd keeps the input of a norm and of a block, gate and up: half of what it keeps by itself.
+
+Shapes: T tokens in one row, W width of the model, H heads and K key heads of D numbers, I inner width.
+"""
+
+import logging
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+from grpo.extras.kernels.agreement import embedding_gradient, not_parallel
+from grpo.models.head import is_one_matrix
+from grpo.models.packing import disagreement
+from grpo.models.pretrained import Kernels
+from grpo.models.trusted import objection
+
+log = logging.getLogger(__name__)
+SMALL = 1 << 24  # parameters of a model that keeps transformers' layers
+CACHED = 1 << 16  # numbers of a tensor that are computed at a time: a quarter of a megabyte
+
+
+def projected(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T, [T, out]. x: [T, in]; weight: [out, in]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def cached_rows(x: Tensor) -> list[slice]:
+    """Return the places of the rows that are computed together."""
+    size = max(1, CACHED // x[0].numel())
+    return [slice(start, start + size) for start in range(0, len(x), size)]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """Return x with rotary embeddings, [T, heads, D]; sign -1 rotates back. cos, sin: [T, D], whose halves are equal."""
+    out, half = x.new_empty(x.shape), x.shape[-1] // 2
+    for at in cached_rows(x):
+        c, s, a, y = cos[at, None], sin[at, None, :half], x[at], torch.empty_like(out[at])
+        torch.mul(a, c, out=y)
+        y[..., :half].addcmul_(a[..., half:], s, value=-sign)
+        y[..., half:].addcmul_(a[..., :half], s, value=sign)
+        out[at] = y
+    return out
+
+
+class Projection(Function):
+    """x @ weight.T."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return projected(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_out: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return projected(of_out, weight.T), of_out.T @ x
+
+
+class Queries(Function):
+    """Rotated queries [1, H, T, D] and keys [1, K, T, D], and values."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, q, k, v, cos, sin)
+        query, key, value = (projected(x, weight).view(len(x), -1, cos.shape[1]) for weight in (q, k, v))
+        made = rotated(query, cos, sin), rotated(key, cos, sin), value
+        return tuple(each.transpose(0, 1)[None] for each in made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *of_each: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights, cos, sin = ctx.saved_tensors
+        query, key, value = (gradient[0].transpose(0, 1) for gradient in of_each)
+        before = rotated(query, cos, sin, -1), rotated(key, cos, sin, -1), value
+        before = [gradient.reshape(len(x), -1) for gradient in before]
+        of_x = projected(before[0], weights[0].T)
+        for gradient, weight in zip(before[1:], weights[1:], strict=True):
+            of_x.addmm_(gradient, weight)
+        return of_x, *(gradient.T @ x for gradient in before), None, None
+
+
+class Norm(Function):
+    """weight x / sqrt(mean(x^2) + eps)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
+        for at in cached_rows(x):
+            scale[at] = x[at].pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+            torch.mul(x[at], scale[at], out=out[at]).mul_(weight)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for at in cached_rows(x):
+            normed, own = x[at] * scale[at], of_out[at] * weight
+            of_weight += (of_out[at] * normed).sum(0)
+            own -= normed.mul_((own * normed).mean(-1, keepdim=True))
+            torch.mul(own, scale[at], out=of_x[at])
+        return of_x, of_weight, None
+
+
+class GatedMLP(Function):
+    """down(silu(gate(x)) up(x))."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        g, u = projected(x, gate), projected(x, up)  # [T, I]
+        inner = torch.empty_like(g)
+        for at in cached_rows(g):
+            torch.mul(F.silu(g[at]), u[at], out=inner[at])
+        ctx.save_for_backward(x, gate, up, down, g, u)
+        return projected(inner, down)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_out: Tensor) -> tuple[Tensor, ...]:
+        x, gate, up, down, g, u = ctx.saved_tensors
+        of_u, of_g, inner = (
+            projected(of_out, down.T),
+            torch.empty_like(g),
+            torch.empty_like(g),
+        )  # the first becomes of_u
+        for at in cached_rows(g):
+            opened = F.silu(g[at])
+            torch.mul(opened, u[at], out=inner[at])
+            torch.ops.aten.silu_backward.grad_input(of_u[at] * u[at], g[at], grad_input=of_g[at])
+            of_u[at].mul_(opened)
+        of_down = of_out.T @ inner
+        return projected(of_g, gate.T).addmm_(of_u, up), of_g.T @ x, of_u.T @ x, of_down
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Return whether these states, [1, T, W], are computed here."""
+    return len(x) == 1 and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+
+
+class OwnNorm(LlamaRMSNorm):
+    """A norm that computes one row of tokens by `Norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Norm.apply(x[0], self.weight, self.variance_epsilon)[None] if is_one_row(x) else super().forward(x)
+
+
+class OwnMLP(LlamaMLP):
+    """A gated MLP that computes one row of tokens by `GatedMLP`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return GatedMLP.apply(x[0], *weights)[None] if is_one_row(x) else super().forward(x)
+
+
+class OwnAttention(LlamaAttention):
+    """An attention layer that computes one row of tokens by `Queries`, if nothing is cached."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        if past_key_values is not None or not is_one_row(hidden_states):
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        weights = (getattr(self, f"{name}_proj").weight for name in "qkv")
+        made = Queries.apply(hidden_states[0], *weights, *(table[0] for table in position_embeddings))
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, shares = attend(self, *made, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return Projection.apply(out[0].flatten(1), self.o_proj.weight)[None], shares
+
+
+OWN = {LlamaRMSNorm: OwnNorm, LlamaMLP: OwnMLP, LlamaAttention: OwnAttention}
+
+
+def use_own(model: nn.Module, wanted: Kernels) -> bool:
+    """Give a large Llama on a CPU these layers if they agree with its own on a few tokens. Returns whether it has them."""
+    changed = [module for module in model.modules() if type(module) in OWN]
+    linear = [each for module in changed for each in module.children() if isinstance(each, nn.Linear)]
+    fits = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()) and changed
+    fits = fits and sum(p.numel() for p in model.parameters()) > SMALL and all(map(is_one_matrix, linear))
+    silu = getattr(model.config, "hidden_act", None) == "silu"
+    if wanted == "none" or not fits or not silu or not torch.backends.mkldnn.is_available():
+        return False
+    exact = embedding_gradient(model, "shared_prompt", None)
+    before = [type(module) for module in changed]
+    for module in changed:
+        module.__class__ = OWN[type(module)]
+    # padded rows are computed by transformers' layers
+    if not (why := objection(model, partial(disagreement, model, "shared_prompt", None))):
+        why = not_parallel(exact, embedding_gradient(model, "shared_prompt", None))
+    if not why:
+        return True
+    for module, own in zip(changed, before, strict=True):
+        module.__class__ = own
+    log.warning("model.kernels: %s keeps transformers' layers: %s", type(model).__name__, why)
+    return False

@@ -1,0 +1,112 @@
+"""Layers of a Llama on a CPU with gradients by hand: what autograd gives of the plain formulas, and of transformers' layers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpo.engines.builtin.llama import is_plain_llama
+from grpo.extras.kernels import on_cpu
+from grpo.extras.kernels.on_cpu import GatedMLP, Norm, Projection, Queries, use_own
+from grpo.models.logprobs import completion_logprobs
+from grpo.models.packing import few_tokens
+
+T = 11  # rows, in pieces of 3 or fewer
+
+
+def turned(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return (x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]).transpose(0, 1)[None]
+
+
+def plain_queries(x, q, k, v, cos, sin):
+    query, key, value = (F.linear(x, weight).view(T, -1, 4) for weight in (q, k, v))
+    return turned(query, cos, sin), turned(key, cos, sin), value.transpose(0, 1)[None]
+
+
+TABLES = [
+    table.repeat(1, 2)
+    for angle in [torch.arange(T)[:, None] * torch.tensor([1.0, 0.1])]
+    for table in (angle.cos(), angle.sin())
+]
+CASES = {
+    "product": (Projection.apply, F.linear, [(T, 6), (8, 6)], []),
+    "queries": (Queries.apply, plain_queries, [(T, 6), (8, 6), (4, 6), (4, 6)], TABLES),
+    "norm": (
+        Norm.apply,
+        lambda x, weight, eps: weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt(),
+        [(T, 6), (6,)],
+        [0.1],
+    ),
+    "mlp": (
+        GatedMLP.apply,
+        lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
+        [(T, 6), (8, 6), (8, 6), (6, 8)],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_autograd(name, monkeypatch):
+    monkeypatch.setattr(on_cpu, "CACHED", 24)
+    own, plain, shapes, more = CASES[name]
+    torch.manual_seed(0)
+    found = []
+    inputs = [torch.randn(shape) for shape in shapes]
+    directions = None
+    for function in (own, plain):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves, *more)
+        out = out if isinstance(out, tuple) else (out,)
+        directions = directions or [torch.randn_like(each) for each in out]
+        loss = sum((each * direction).sum() for each, direction in zip(out, directions, strict=True))
+        found.append([*out, *torch.autograd.grad(loss, leaves)])
+    for a, b in zip(*found, strict=True):
+        assert a.shape == b.shape and (a - b).abs().max() <= 1e-6 * max(1, b.abs().max())
+
+
+def llama(**more) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 97, "head_dim": 8}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=3, num_key_value_heads=1, **shape | more)).eval()
+    for p in model.parameters():
+        p.data += torch.randn_like(p) * 0.1
+    return model
+
+
+def passed(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs, _ = completion_logprobs(model, few_tokens(model), 1.0, layout="shared_prompt")
+    model.zero_grad()
+    logprobs.sum().backward()
+    return logprobs.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_model_has_the_same_gradients(monkeypatch):
+    model = llama()
+    logprobs, gradients = passed(model)
+    assert not use_own(model, "auto")  # a small one: the demo's numbers stay as they are
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    assert not use_own(model, "none") and use_own(model, "auto")
+    calls, projected = [], on_cpu.projected
+    monkeypatch.setattr(on_cpu, "projected", lambda x, weight: (calls.append(weight.shape), projected(x, weight))[1])
+    own, of_own = passed(model)
+    # in each layer q, k, v, o, gate, up, down, and six of these backwards: those of k, v and up are added to others
+    assert len(calls) == 3 * (7 + 4)
+    assert (own - logprobs).abs().max() < 1e-5
+    for name, gradient in gradients.items():
+        assert (of_own[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+    assert is_plain_llama(model)  # the built-in engine still computes it by itself
+
+
+def test_what_differs_keeps_its_layers(monkeypatch, caplog):
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    assert not use_own(llama(mlp_bias=True), "auto") and not use_own(llama(hidden_act="gelu"), "auto")
+    assert not use_own(llama().to(torch.bfloat16), "auto")
+    model = llama()
+    monkeypatch.setattr(on_cpu, "projected", lambda x, weight: 1.1 * F.linear(x, weight))
+    assert not use_own(model, "auto") and "keeps transformers' layers: log-probabilities differ" in caplog.text
+    assert not any(
+        isinstance(module, tuple(on_cpu.OWN.values())) for module in model.modules() if isinstance(module, nn.Module)
+    )
