@@ -10,15 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from grpo.objectives.arguments import (
-    OFFERED,
-    WITHOUT_RATIO,
-    function_name,
-    lacking,
-    named,
-    parameters,
-    too_old,
-)
+from grpo.objectives.arguments import OFFERED, WITHOUT_RATIO, function_name, lacking, named, parameters, too_old
 from grpo.objectives.entropy import EntropyBonus
 from grpo.objectives.kl import KL
 from grpo.objectives.loss import clip

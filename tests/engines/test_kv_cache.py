@@ -77,7 +77,7 @@ def test_the_pool_says_what_a_plain_forward_does(family, lora, caplog):
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
 def test_packed_matrices_say_what_a_plain_forward_does(family, monkeypatch):
-    """A model of no parameters is small, so this one is packed; the demo's 1.3 million parameters are not."""
+    """Where no number of parameters is small. The demo's 1.3 million are."""
     model, packed = model_of(family), []
     reorder = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(

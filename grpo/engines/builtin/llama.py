@@ -40,13 +40,19 @@ def is_plain_llama(model: nn.Module) -> bool:
     )
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Return whether `LlamaCache` copies the matrices of this model in oneDNN's form."""
+    large = is_plain_llama(model) and sum(p.numel() for p in model.parameters()) > SMALL
+    return large and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
 class LlamaCache(KVCache):
     """`KVCache` for models that are `is_plain_llama`. It copies their projections, so it serves one set of
     weights."""
 
     def __init__(self, model: nn.Module, prompts, max_tokens: int, bound: int) -> None:
         super().__init__(model, prompts, max_tokens, bound)
-        joined = partial(products, sum(p.numel() for p in model.parameters()) <= SMALL)
+        joined = partial(products, is_packed(model))
         self.layers = [
             (
                 layer.input_layernorm.weight,
@@ -86,11 +92,11 @@ class LlamaCache(KVCache):
         return self.head(F.rms_norm(x, shape, self.model.model.norm.weight, eps))
 
 
-def products(small: bool, *weights: Tensor) -> Callable[[Tensor], Tensor]:
+def products(packs: bool, *weights: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function of x, [T, in], that returns its products with all these matrices, [out, in] each, side
     by side, [T, sum of out]."""
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    if small or not torch.backends.mkldnn.is_available():
+    if not packs:
         return partial(F.linear, weight=weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

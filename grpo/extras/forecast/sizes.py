@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.builtin.llama import is_packed
 from grpo.engines.protocol import Engine
 from grpo.engines.room import Room
 from grpo.extras.forecast.imagined import (
@@ -263,9 +264,14 @@ class Sizes:
             states = known(states_carried, passes.policy)
         cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens, states)
         whole = bytes_of(passes.policy.parameters()) if sharded else 0
-        rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
+        rest = {"cache": cache, "sampling": sampling, "whole policy": whole, "packed matrices": packed(policy)}
         parts.append(Part("engine's copy", learns if getattr(engine, "apart", False) else 0, lora))
         return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
+
+
+def packed(policy: nn.Module) -> int:
+    """Return the bytes of the copies with which the built-in engine samples from a large Llama on a CPU."""
+    return bytes_of(m.weight for m in policy.modules() if type(m) is nn.Linear) if is_packed(policy) else 0
 
 
 def states_carried(policy: nn.Module) -> tuple[int, int] | None:

@@ -187,7 +187,8 @@ def use_own(model: nn.Module, wanted: Kernels) -> bool:
     fits = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()) and changed
     fits = fits and sum(p.numel() for p in model.parameters()) > SMALL and all(map(is_one_matrix, linear))
     silu = getattr(model.config, "hidden_act", None) == "silu"
-    if wanted == "none" or not fits or not silu or not torch.backends.mkldnn.is_available():
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if wanted == "none" or not fits or not silu or not known:
         return False
     exact = embedding_gradient(model, "shared_prompt", None)
     before = [type(module) for module in changed]

@@ -14,12 +14,13 @@ import torch
 from conftest import compose_config
 from helpers.foreseen import LINUX, Run
 from helpers.learning import OPTIONS
-from helpers.models import FAMILIES, SHAPE, model_folder
+from helpers.models import FAMILIES, SHAPE, model_folder, model_of
 from helpers.project import ROOT
 from helpers.runs import VARIED, learned, state
 from helpers.slots import Varied
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
+from grpo.engines.builtin import llama
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.extras.forecast.forecast import forecast
 from grpo.extras.forecast.imagined import (
@@ -32,7 +33,7 @@ from grpo.extras.forecast.imagined import (
     optimizer_step_bytes,
 )
 from grpo.extras.forecast.parts import Part
-from grpo.extras.forecast.sizes import Sizes
+from grpo.extras.forecast.sizes import Sizes, packed
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import microbatches
@@ -509,3 +510,11 @@ def test_the_fullest_microbatch_may_have_shorter_answers(layout, most, groups, w
         prompts = batch.ids[:, 0].unique().numel() if layout == "shared_prompt" else len(batch)
         tokens[each] = 256 * prompts + each * len(batch)
     assert tokens[512] <= tokens[width] and (tokens[width] <= most or width == 512)
+
+
+def test_a_large_llama_on_a_cpu_is_sampled_from_copies_of_its_matrices(monkeypatch):
+    """Two layers of 128 x (128 + 64 + 64 + 128) and 3 x 128 x 256 numbers, and a head of 97 x 128, with 4 bytes each."""
+    assert packed(model_of("llama")) == packed(model_of("qwen3")) == 0
+    monkeypatch.setattr(llama, "SMALL", 0)
+    assert packed(model_of("llama")) == 4 * (2 * (128 * 384 + 3 * 128 * 256) + 97 * 128)
+    assert packed(model_of("qwen3")) == 0 and llama.is_packed(model_of("llama_tied"))
