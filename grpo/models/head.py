@@ -24,7 +24,6 @@ from grpo.objectives.batch import TokenBatch
 from grpo.system.memory import sent
 
 LOGITS_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 23}  # in one product, in float32 four bytes each
-KEPT = 1 << 27  # logits that a pass may keep for its backward pass, which else computes them again
 
 
 def logits_at_once(device: str) -> int:
@@ -182,7 +181,7 @@ class OfTokens(Function):
     """`of_logits` of a plain head, with gradients written by hand.
 
     Autograd would make a gradient of the whole matrix for each chunk. Here the matrix has one, to which each
-    chunk adds, and few logits are kept. dtype: of the products, which autocast may choose, and which
+    chunk adds, and at most one chunk of logits is kept. dtype: of the products, which autocast may choose, and which
     the gradients have. product: of states and matrix, which may return logits in float32.
     """
 
@@ -200,7 +199,8 @@ class OfTokens(Function):
     ):
         states, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         saved = hidden.new_empty(3, len(targets), dtype=torch.float32)
-        keeps = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT
+        # else the backward pass computes them again
+        keeps = any(ctx.needs_input_grad) and len(targets) <= size
         kept = []
         with torch.autocast(hidden.device.type, enabled=False):
             for at in chunks_of(len(targets), size):
@@ -227,8 +227,8 @@ class OfTokens(Function):
         of_hidden = torch.empty_like(states) if wants_hidden else None
         of_weight = torch.zeros_like(weight) if wants_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for i, at in enumerate(chunks_of(len(targets), size)):
-                logits = kept[i] if kept else product(states[at], matrix)
+            for at in chunks_of(len(targets), size):
+                logits = kept[0] if kept else product(states[at], matrix)
                 scores = [values[at] for values in saved]
                 gradients = of_logprobs[at], of_entropy[at] if entropy_gradient else None
                 here = targets[at], temperature_at(temperature, at)
