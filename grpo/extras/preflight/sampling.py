@@ -10,12 +10,8 @@ from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
 from grpo.system.errors import plural
 
-FIRST_DRAWS, WANTED, DRAWS, MOST_DRAWS = (
-    20,
-    100,
-    500,
-    2000,
-)  # these show the engine's speed; are enough; at once; in all
+FIRST_DRAWS, WANTED = 20, 100  # the first ones show the engine's speed; so many are enough
+DRAWS, MOST_DRAWS = 500, 2000  # at once, and in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
 HEAT = 0.01  # a share by which temperatures may seem to differ
 RARE = 1e-6  # a p-value below it is a fault, not chance
