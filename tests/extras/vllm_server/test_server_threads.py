@@ -21,14 +21,13 @@ PROMPTS = [[5]] * 12
 
 class Slow(Foreign):
     """Takes 20 ms for a completion, and counts those at a time. stops: the route in which its process stops itself, once.
-    fills: whether completions wait until 3 are there at a time, for a minute at most."""
+    Completions wait for the event `full`, which is set when 3 are there at a time, for a minute at most."""
 
-    def __init__(self, stops: str | None = None, fills: bool = False, **routes) -> None:
+    def __init__(self, stops: str | None = None, **routes) -> None:
         super().__init__(**routes)
         self.open = self.most = 0
         self.full = threading.Event()
-        if not fills:
-            self.full.set()
+        self.full.set()
         self.lock = threading.Lock()
         self.served = self.routes["/inference/v1/generate"]
         self.routes["/inference/v1/generate"] = self.slowly
@@ -94,9 +93,11 @@ def wait_for(condition, seconds: float = 10) -> None:
 
 
 def test_the_limit_of_requests_holds_for_all_threads(toy, toy_model, tmp_path):
-    with Slow(fills=True) as one, Slow(fills=True) as two:
+    with Slow() as one, Slow() as two:
         engine = VLLMServerEngine(str(toy), [one.url, two.url], folder=str(tmp_path / "weights"), concurrency=3)
         engine.load_weights(toy_model, 4)
+        one.full.clear()  # the requests before were alone
+        two.full.clear()
         for found in sampled(engine, threads=4):
             assert [done.versions for done in found] == [(4,)] * 12
         assert (one.most, two.most) == (3, 3)
