@@ -153,9 +153,10 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if not config.option.costs or not PHASES:
         return
     config.option.costs.write_text("".join(json.dumps(phase) + "\n" for phase in PHASES))
-    rooms, tests = by_room(), Counter()
+    rooms, tests, waits = by_room(), Counter(), Counter()
     for phase in PHASES:
         tests[phase["test"]] += phase.get("cpu", 0)
+        waits[phase["test"]] += phase.get("wall", 0)
     columns = ("cpu", "tests", "compositions", "runs", "processes")
     slower = median(phase["pace"] for phase in PHASES if "pace" in phase) / PACE
     terminalreporter.section(f"CPU seconds by room, at pace {slower:.2f}")
@@ -165,3 +166,6 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     terminalreporter.section("dearest tests")
     for test, cpu in tests.most_common(20):
         terminalreporter.line(f"{cpu:8.2f} {test}")
+    terminalreporter.section("longest tests, in seconds of wall time")
+    for test, wall in waits.most_common(5):
+        terminalreporter.line(f"{wall:8.1f} {test}")
