@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM
 
 from grpo.engines.builtin.kv_cache import KVCache
@@ -24,7 +25,7 @@ ROWS = 64  # for which they are packed; fewer and more rows are as fast
 
 def is_plain_llama(model: nn.Module) -> bool:
     """Return whether `LlamaCache` computes what this model does: a plain Llama in float32 on a CPU, with
-    nothing added."""
+    nothing added, or the forecast's picture of one."""
     if type(model) is not LlamaForCausalLM:
         return False
     config, modules, hooks = model.config, [*model.modules()], ("_forward_hooks", "_forward_pre_hooks")
@@ -32,7 +33,8 @@ def is_plain_llama(model: nn.Module) -> bool:
     return (
         all(map(is_one_matrix, linear))
         and all(
-            type(p) is nn.Parameter and p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()
+            type(p) in (nn.Parameter, FakeTensor) and p.device.type == "cpu" and p.dtype == torch.float32
+            for p in model.parameters()
         )
         and (config.hidden_act, config.rope_parameters["rope_type"]) == ("silu", "default")
         and not any(getattr(m, hook) for m in modules for hook in hooks)

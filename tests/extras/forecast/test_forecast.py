@@ -512,9 +512,11 @@ def test_the_fullest_microbatch_may_have_shorter_answers(layout, most, groups, w
     assert tokens[512] <= tokens[width] and (tokens[width] <= most or width == 512)
 
 
-def test_a_large_llama_on_a_cpu_is_sampled_from_copies_of_its_matrices(monkeypatch):
+def test_a_large_llama_on_a_cpu_is_sampled_from_copies_of_its_matrices(monkeypatch, folders):
     """Two layers of 128 x (128 + 64 + 64 + 128) and 3 x 128 x 256 numbers, and a head of 97 x 128, with 4 bytes each."""
     assert packed(model_of("llama")) == packed(model_of("qwen3")) == 0
     monkeypatch.setattr(llama, "SMALL", 0)
     assert packed(model_of("llama")) == 4 * (2 * (128 * 384 + 3 * 128 * 256) + 97 * 128)
-    assert packed(model_of("qwen3")) == 0 and llama.is_packed(model_of("llama_tied"))
+    assert packed(model_of("qwen3")) == 0
+    run = Run(folders["llama_tied"], *SIZES["small"][0])
+    assert run.forecast(30)["packed matrices"] == packed(run.pretrained.model()) > 4 * 2 * 128 * 384

@@ -209,6 +209,20 @@ def test_a_search_stops_a_job_that_falls_behind_and_a_resumed_one_leaves_it(tmp_
         assert ("job 2 begins" in out) == begins
 
 
+def test_a_job_is_compared_with_finished_ones_and_may_learn_all_that_it_has_learned(tmp_path):
+    """The finished ones had 0.6 and 0.8 after 2 rollouts; a failed one had 0.1, with which the median would be 0.6."""
+    sweep = Sweep(tmp_path, None, [{}], "", prune=2)
+    for i, (status, accuracy) in enumerate((("finished", 0.6), ("finished", 0.8), ("failed", 0.1), ("running", 0.65))):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "metrics.csv").write_text(f"step,eval/accuracy\n0,0.9\n2,{accuracy}\n")
+        sweep.jobs.append(Job(i, tmp_path / str(i), [], "", rollouts=4, status=status))
+    job = sweep.jobs[-1]
+    assert sweep.falls_behind(job)
+    job.rollouts = 2  # it is about to end
+    assert not sweep.falls_behind(job)
+    sweep.lock.close()
+
+
 def test_a_table_is_advised_where_runs_can_be_compared(tmp_path, capsys):
     """Two jobs that kept no samples of their evaluations."""
     sweep = make(tmp_path)
