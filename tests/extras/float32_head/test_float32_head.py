@@ -95,7 +95,9 @@ def test_states_get_the_number_type_of_the_matrix():
     """As of a decoder under autocast below a float32 head: 16 + 1/16 of states in bfloat16."""
     layer = a_head(torch.float32)
     layer.__class__ = Float32Head
-    assert layer(STATES)[0, 0] == 16.0625
+    logits = layer(STATES)
+    logits[0, 0].backward()
+    assert logits[0, 0] == 16.0625 and layer.weight.grad.tolist() == [[16, 1], [0, 0], [0, 0]]
 
 
 class Scaled(nn.Linear):
