@@ -64,8 +64,8 @@ def as_in_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             ours = [key for key in words if key.partition(".")[0] in taken and not (CONF / key).is_dir()]
             config.merge_with_dotlist([words[key] for key in ours])
             for key in ("eval.sampling.stop_ids", *(["eval.sampling.guided"] if problem else [])):
-                if key not in words and OmegaConf.select(before, key):
-                    OmegaConf.update(config, key, OmegaConf.select(before, key))
+                if key not in words and (value := OmegaConf.select(before, key)):
+                    OmegaConf.update(config, key, value)
         config.model.path = str(folder)
     check_code(resolved(config), trained, overrides, config.trust)
     return config

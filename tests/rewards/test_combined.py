@@ -638,10 +638,8 @@ def test_the_profile_of_a_reward_that_needs_tokens(tmp_path, capsys):
 def test_one_answer_without_tokens_leaves_its_siblings_theirs():
     step = said("a").steps[0]
     none, two = (Trajectory((replace(step, action=replace(step.action, ids=ids)),)) for ids in ((), (5, 6)))
-    assert as_lists({}, [none, two])["completion_ids"] == [[], [5, 6]] and as_lists({}, [none, two])["lengths"] == [
-        0,
-        2,
-    ]
+    lists = as_lists({}, [none, two])
+    assert (lists["completion_ids"], lists["lengths"]) == ([[], [5, 6]], [0, 2])
     assert "completion_ids" not in as_lists({}, [none])
 
 

@@ -44,7 +44,7 @@ def is_plain_llama(model: nn.Module) -> bool:
 
 def is_packed(model: nn.Module) -> bool:
     """Return whether `LlamaCache` copies the matrices of this model in oneDNN's form."""
-    large = is_plain_llama(model) and sum(p.numel() for p in model.parameters()) > SMALL
+    large = sum(p.numel() for p in model.parameters()) > SMALL and is_plain_llama(model)
     return large and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 

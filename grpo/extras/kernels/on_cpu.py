@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
+from grpo.engines.builtin.llama import SMALL
 from grpo.extras.kernels.agreement import embedding_gradient, not_parallel
 from grpo.models.head import is_one_matrix
 from grpo.models.packing import disagreement
@@ -24,7 +25,6 @@ from grpo.models.pretrained import Kernels
 from grpo.models.trusted import objection
 
 log = logging.getLogger(__name__)
-SMALL = 1 << 24  # parameters of a model that keeps transformers' layers
 CACHED = 1 << 16  # numbers of a tensor that are computed at a time: a quarter of a megabyte
 
 
@@ -130,11 +130,8 @@ class GatedMLP(Function):
     @once_differentiable
     def backward(ctx, of_out: Tensor) -> tuple[Tensor, ...]:
         x, gate, up, down, g, u = ctx.saved_tensors
-        of_u, of_g, inner = (
-            projected(of_out, down.T),
-            torch.empty_like(g),
-            torch.empty_like(g),
-        )  # the first becomes of_u
+        of_u = projected(of_out, down.T)  # of the product, until it is multiplied by the gate
+        of_g, inner = torch.empty_like(g), torch.empty_like(g)
         for at in cached_rows(g):
             opened = F.silu(g[at])
             torch.mul(opened, u[at], out=inner[at])
