@@ -180,7 +180,9 @@ OWN = {LlamaRMSNorm: OwnNorm, LlamaMLP: OwnMLP, LlamaAttention: OwnAttention}
 def use_own(model: nn.Module, wanted: Kernels) -> bool:
     """Give a large Llama on a CPU these layers if they agree with its own on a few tokens. Returns whether it has them."""
     changed = [module for module in model.modules() if type(module) in OWN]
-    linear = [each for module in changed for each in module.children() if isinstance(each, nn.Linear)]
+    linear = [
+        module for name, module in model.named_modules() if name.endswith("_proj")
+    ]  # or what an adapter has made of them
     fits = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()) and changed
     fits = fits and sum(p.numel() for p in model.parameters()) > SMALL and all(map(is_one_matrix, linear))
     silu = getattr(model.config, "hidden_act", None) == "silu"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,6 +99,18 @@ def test_a_model_has_the_same_gradients(monkeypatch):
     for name, gradient in gradients.items():
         assert (of_own[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
     assert is_plain_llama(model)  # the built-in engine still computes it by itself
+
+
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+def test_an_adapter_of_any_matrix_keeps_the_layers_and_learns(name, monkeypatch):
+    """It begins as nothing, so that numbers would agree without it."""
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    policy = get_peft_model(llama(), LoraConfig(r=2, target_modules=[name], task_type="CAUSAL_LM"))
+    assert not use_own(policy, "auto")
+    logprobs, _ = completion_logprobs(policy, few_tokens(policy), 1.0, layout="shared_prompt")
+    logprobs.sum().backward()
+    learned = {name: p.grad.abs().max() for name, p in policy.named_parameters() if "lora_B" in name}
+    assert len(learned) == 3 and min(learned.values()) > 0
 
 
 def test_what_differs_keeps_its_layers(monkeypatch, caplog):
