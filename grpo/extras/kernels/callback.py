@@ -49,7 +49,8 @@ class KernelsCallback(L.Callback):
             self.again = self.sizes.again(trainer, self.parts)
         begins = first_said("kernels: compiling and comparing attention, head and layers", said=not on_gpu)
         with begins, trainer.precision_plugin.forward_context():
-            layers, own = use_liger(module.policy, self.wanted), use_own(module.policy, self.wanted)
+            layers = use_liger(module.policy, self.wanted)
+            own = module.optim.layout != "padded" and use_own(module.policy, self.wanted)
             layout, attention = module.layout
             of_parts = {name: getattr(part, "layout", None) for name, part in module.parts.items()}
             self.found |= {name: ", ".join(map(_name, layout)) for name, layout in of_parts.items() if layout}

@@ -180,14 +180,13 @@ OWN = {LlamaRMSNorm: OwnNorm, LlamaMLP: OwnMLP, LlamaAttention: OwnAttention}
 def use_own(model: nn.Module, wanted: Kernels) -> bool:
     """Give a large Llama on a CPU these layers if they agree with its own on a few tokens. Returns whether it has them."""
     changed = [module for module in model.modules() if type(module) in OWN]
-    linear = [
-        module for name, module in model.named_modules() if name.endswith("_proj")
-    ]  # or what an adapter has made of them
+    # by name, since an adapter makes other modules of them
+    linear = [module for name, module in model.named_modules() if name.endswith("_proj")]
     fits = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()) and changed
     fits = fits and sum(p.numel() for p in model.parameters()) > SMALL and all(map(is_one_matrix, linear))
     silu = getattr(model.config, "hidden_act", None) == "silu"
     known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if wanted == "none" or not fits or not silu or not known:
+    if wanted == "none" or not fits or not silu or not known or torch.is_autocast_enabled("cpu"):
         return False
     exact = embedding_gradient(model, "shared_prompt", None)
     before = [type(module) for module in changed]

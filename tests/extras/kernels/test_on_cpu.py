@@ -117,6 +117,8 @@ def test_what_differs_keeps_its_layers(monkeypatch, caplog):
     monkeypatch.setattr(on_cpu, "SMALL", 0)
     assert not use_own(llama(mlp_bias=True), "auto") and not use_own(llama(hidden_act="gelu"), "auto")
     assert not use_own(llama().to(torch.bfloat16), "auto")
+    with torch.autocast("cpu", torch.bfloat16):  # they would leave the pass to transformers' layers
+        assert not use_own(llama(), "auto")
     model = llama()
     monkeypatch.setattr(on_cpu, "projected", lambda x, weight: 1.1 * F.linear(x, weight))
     assert not use_own(model, "auto") and "keeps transformers' layers: log-probabilities differ" in caplog.text
