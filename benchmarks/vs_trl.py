@@ -13,7 +13,8 @@ the optimizer's step and every pass through the model after generation. RSS is t
 
 `sums` and `essays` have a real model, SmolLM2-135M-Instruct (`make smollm`), in float32. `sums` is the task of smollm2_sums:
 prompts of 93 tokens, mostly two worked examples, and answers of 11. `essays` has questions of 40 tokens with the template, and
-answers of up to 128. TRL's answers end where ours did. TRL's microbatch is 16 rows, ours 2048 tokens.
+answers of up to 128; `long` has stories of up to 512, 2 prompts x 8 samples. TRL's answers end where ours did. TRL's microbatch
+is 16 rows, 4 in `long`, ours 2048 tokens.
 
 In the other cases TRL's microbatch is the 64 rows of a rollout, ours 1024 tokens. With TRL_BATCH=8, its default, or 16 in the
 environment TRL takes as many seconds and far less memory: at `100` 760 and 917 MB, not 1.7 GB. So the ratio of RSS depends on
@@ -46,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 
 SIDES = ("grpo", "trl")  # in this order: TRL needs the lengths of our answers
 PARTS = ("generation", "update", "other")
-PROMPTS, GROUP = 8, 8
+GROUP = 8
 VOCABULARY = 129
 BETA = 0.04
 ENDS = list(range(40, 46))  # tokens that end an answer in `short`
@@ -60,9 +61,11 @@ class Case:
     short: bool = False
     real: bool = False  # SmolLM2
     reward: str = "digits"
+    ask: str = "Compare {} and {} in a few sentences."  # what the real model is asked, unless for sums
     rate: float = 1e-6  # learning rate
     limit: int = 64  # new tokens
-    batch: int = PROMPTS * GROUP  # rows in a microbatch of TRL
+    prompts: int = 8
+    batch: int = 64  # rows in a microbatch of TRL
     tokens: int = 1024  # in a microbatch of ours
 
     @property
@@ -84,6 +87,17 @@ CASES = {
     "short": Case(short=True),
     "sums": Case(prompt=93, real=True, reward="last", rate=5e-6, limit=24, batch=16, tokens=2048),
     "essays": Case(prompt=40, real=True, reward="different", rate=5e-6, limit=128, batch=16, tokens=2048),
+    "long": Case(
+        prompt=43,
+        real=True,
+        reward="different",
+        ask="Write a long story of a thousand words about {} and {}.",
+        rate=5e-6,
+        limit=512,
+        prompts=2,
+        batch=4,
+        tokens=2048,
+    ),
 }
 THINGS = "rain bread tea bees salt snow paper iron sleep glass honey wool fire maps rivers clocks bridges stars"
 
@@ -126,7 +140,7 @@ def prepare_real(folder: Path, case: Case) -> Iterator[dict]:
         (folder / file.name).symlink_to(file)
     if case.reward == "different":
         for one, other in permutations(THINGS.split(), 2):
-            yield {"prompt": [{"role": "user", "content": f"Compare {one} and {other} in a few sentences."}]}
+            yield {"prompt": [{"role": "user", "content": case.ask.format(one, other)}]}
         return
     sums = Sums()
     for row in sums.examples("train"):
@@ -239,7 +253,7 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     overrides = f"""task=jsonl task.path={folder}/train.jsonl task.rewards=[{__file__}:{case.reward}] task.gold={gold}
         task.held_out.test=0 task.splits.test=null model=path model.path={folder} engine=transformers trainer=cpu
         callbacks=none logger=none output_dir={folder}/run eval.every=0 preflight=off forecast=false
-        rollout.prompts={PROMPTS} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={case.limit}
+        rollout.prompts={case.prompts} rollout.group_size={GROUP} rollout.num_rollouts=100000 max_tokens={case.limit}
         optim.max_tokens_per_microbatch={case.tokens} optim.optimizer.lr={case.rate} algo.num_epochs={case.mu}
         algo/kl={"loss_with_ratio" if case.beta else "none"} algo.kl.coef={case.beta}"""
     train(composed("train", overrides.split()))
@@ -279,7 +293,7 @@ def run_trl(folder: Path, case: Case, cycles: Cycles) -> None:
         max_steps=100000,
         learning_rate=case.rate,
         per_device_train_batch_size=case.trl_batch,
-        gradient_accumulation_steps=PROMPTS * GROUP // case.trl_batch,
+        gradient_accumulation_steps=case.prompts * GROUP // case.trl_batch,
         num_generations=GROUP,
         max_completion_length=case.limit,
         num_iterations=case.mu,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.engines.builtin.engine import TransformersEngine
 from grpo.engines.protocol import Sampling
-from grpo.extras.demo.smollm2 import made
+from grpo.extras.demo.smollm2 import SMOLLM2
 from grpo.extras.kernels.on_cpu import use_own
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import microbatches
@@ -74,7 +74,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     memory.settle()
-    model = AutoModelForCausalLM.from_pretrained(made(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2.made(), dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     use_own(model, given.kernels)

@@ -95,6 +95,21 @@ def test_no_module_is_imported_by_its_old_name():
         assert not old or file.name in ("test_moved.py", "test_with_a_critic.py"), f"{file} imports {old}"
 
 
+def missing(text: str) -> list[str]:
+    """Return the names that a program imports from modules of grpo and that are not there."""
+    froms = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module]
+    ours = [(node.module, name.name) for node in froms if node.module.startswith("grpo.") for name in node.names]
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "grpo").rglob("*.py")}
+    made = [(module, name) for module, name in ours if f"{module}.{name}" not in modules]
+    return [f"{module}.{name}" for module, name in made if not hasattr(import_module(module), name)]
+
+
+def test_the_benchmarks_import_what_there_is():
+    """No test runs all of them."""
+    assert missing("from grpo.system.memory import held, gone") == ["grpo.system.memory.gone"]
+    assert {name for file in (ROOT / "benchmarks").rglob("*.py") for name in missing(file.read_text())} == set()
+
+
 def test_only_the_command_line_knows_tasks():
     for file in (ROOT / "grpo").rglob("*.py"):
         assert not any(name.startswith("tasks") for name in imports(file)), f"{file}: Hydra names tasks"
