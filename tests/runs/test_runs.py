@@ -103,11 +103,15 @@ def test_how_a_run_ended(tmp_path):
     assert Run(tmp_path / "nowhere").status == "failed"
 
 
-def test_a_resumed_run_adds_to_its_seconds(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"seconds": 1000.0}')
+def test_a_resumed_run_adds_to_its_seconds_and_commands(tmp_path, monkeypatch):
+    before = {"seconds": 1000.0, "started": "2026-01-01T00:00:00+00:00", "commands": [["train.py"]]}
+    (tmp_path / "manifest.json").write_text(json.dumps(before))
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=1"])
     with kept(str(tmp_path), [], 0, {}):
         assert Run(tmp_path).manifest["seconds"] == 1000.0
-    assert 1000.0 < Run(tmp_path).manifest["seconds"] < 1900.0
+    manifest = Run(tmp_path).manifest
+    assert 1000.0 < manifest["seconds"] < 1900.0 and manifest["started"] == before["started"]
+    assert manifest["commands"] == [["train.py"], ["train.py", "seed=1"]]
 
 
 def test_a_further_process_of_a_run_writes_no_manifest(tmp_path, monkeypatch):
