@@ -7,23 +7,23 @@ An arrow `-> NAME n` is an appendix, or the command line, of which n names are i
 """
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def code_lines(source: str) -> int:
     """Return the number of lines that have code."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented) and ast.get_docstring(node)]
-    words = {line for node in nodes for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    code = {line for t in tokens if t.type not in SILENT for line in range(t.start[0], t.end[0] + 1)}
+    code = {n for n, line in enumerate(source.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
+    words: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):  # all lines of a text count
+            code |= {*range(node.lineno, node.end_lineno + 1)}
+        elif isinstance(node, documented) and ast.get_docstring(node, clean=False):
+            words |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
     return len(code - words)
 
 

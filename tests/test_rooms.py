@@ -1,6 +1,7 @@
 """The order of the rooms: a room imports only from itself and the rooms above it."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -54,6 +55,7 @@ def test_every_package_that_the_code_imports_is_declared():
     assert {others.get(name, name) for name in tops} <= declared
 
 
+@functools.cache
 def of_ours(file: Path) -> set[str]:
     """Return the modules of grpo that a file names, also in a text."""
     return {name for name in [*imports(file), *named(file)] if name.startswith("grpo.")}

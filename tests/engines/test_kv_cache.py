@@ -123,6 +123,13 @@ def test_a_small_llama_is_computed_in_few_operations_with_the_same_result():
     assert max(gaps) < 1e-5
 
 
+def test_another_model_gets_a_cache_of_its_own():
+    """Qwen 3 scales queries and keys to one length, which a Llama's cache does not."""
+    engine, other = engine_of(model_of("llama")), model_of("qwen3")
+    engine.load_weights(other, 1)
+    assert gap(other, GROUPS[:2], engine.sample(GROUPS[:2], Sampling(6), range(2))) < 1e-5
+
+
 def test_what_a_small_llama_is():
     model = model_of("llama")
     assert is_plain_llama(model)

@@ -362,13 +362,13 @@ def test_a_set_called_like_a_source_of_the_mixture_is_refused(parts):
 
 
 def test_when_a_run_is_evaluated():
-    """Each third of 10 rollouts and the last; with a delay of 7 not the first two of them, and the last in any case."""
+    """Each third of 10 rollouts and the last; with a delay of 6 not the first of them, and the last in any case."""
     every = partial(Evaluator, Sampling(4), every=3)
     due = [
         [r for r in range(11) if evaluator.due(r, 10)]
-        for evaluator in (every(), every(delay=7), every(on_start=False, delay=99))
+        for evaluator in (every(), every(delay=6), every(on_start=False, delay=99))
     ]
-    assert due == [[0, 3, 6, 9, 10], [0, 9, 10], [10]]
+    assert due == [[0, 3, 6, 9, 10], [0, 6, 9, 10], [10]]
     assert not any(Evaluator(Sampling(4), every=0).due(r, 10) for r in range(11))
 
 

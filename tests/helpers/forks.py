@@ -22,6 +22,7 @@ import pytest
 
 MORE = 2  # forks beside those that were asked for
 LOOK = 10  # seconds between two looks at what is idle
+RARELY = 20_000, 10, 10  # for the garbage collector: by Python's own numbers it takes a seventh of the tests' time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.forks:
+        gc.set_threshold(*RARELY)
     signal.signal(signal.SIGTERM, cut_off)  # pytest then prints what was run so far
 
 

@@ -22,6 +22,7 @@ CHOICES = {  # together they have the keys that the tables name
 }
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Return the dotted names of all modules that the file imports, anywhere in it."""
     names = set()

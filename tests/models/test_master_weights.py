@@ -168,7 +168,6 @@ def test_bytes_of_a_parameter():
     assert held() / 2**22 == pytest.approx(14, abs=0.01)
     p.sum().backward()
     assert held() / 2**22 == pytest.approx(18, abs=0.01)
-    gc.unfreeze()
 
 
 def moved(model: nn.Module, start: nn.Module) -> Tensor:

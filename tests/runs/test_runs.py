@@ -103,11 +103,15 @@ def test_how_a_run_ended(tmp_path):
     assert Run(tmp_path / "nowhere").status == "failed"
 
 
-def test_a_resumed_run_adds_to_its_seconds(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"seconds": 1000.0}')
+def test_a_resumed_run_adds_to_its_seconds_and_commands(tmp_path, monkeypatch):
+    before = {"seconds": 1000.0, "started": "2026-01-01T00:00:00+00:00", "commands": [["train.py"]]}
+    (tmp_path / "manifest.json").write_text(json.dumps(before))
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=1"])
     with kept(str(tmp_path), [], 0, {}):
         assert Run(tmp_path).manifest["seconds"] == 1000.0
-    assert 1000.0 < Run(tmp_path).manifest["seconds"] < 1900.0
+    manifest = Run(tmp_path).manifest
+    assert 1000.0 < manifest["seconds"] < 1900.0 and manifest["started"] == before["started"]
+    assert manifest["commands"] == [["train.py"], ["train.py", "seed=1"]]
 
 
 def test_a_further_process_of_a_run_writes_no_manifest(tmp_path, monkeypatch):
@@ -229,9 +233,15 @@ def test_the_configuration_is_that_of_the_last_change(tmp_path):
     assert Run(tmp_path).config == {"seed": 2}
 
 
+def test_overrides_are_read_by_their_keys(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"overrides": ["seed=1", "++task.path=a=b", "~callbacks.samples"]}')
+    assert Run(tmp_path).overrides == {"seed": "1", "task.path": "a=b", "callbacks.samples": ""}
+
+
 def test_a_sample_without_a_reward_is_in_no_verdict(tmp_path):
-    """Problem a has one right of two that are graded, problem b was graded nowhere."""
+    """Problem a has one right of two that are graded, problem b was graded nowhere. One of eval.sets has another problem a."""
     samples = {"item": ["a", "a", "a", "b"], "reward": [1.0, 0.0, None, None], "correct": [True, False, False, False]}
+    samples = {name: [*column, column[0]] for name, column in samples.items()} | {"set": [None] * 4 + ["hard"]}
     pd.DataFrame(samples).to_parquet(tmp_path / "samples.parquet")
     verdicts = Run(tmp_path).verdicts()["accuracy"]
     assert verdicts["a"] == 0.5 and pd.isna(verdicts["b"])

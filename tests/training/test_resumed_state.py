@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from grpo.extras.health.callback import Health
+from grpo.extras.optimizers.loss_scale import LossScaling
+from grpo.objectives.entropy import EntropyBonus
 from grpo.rollout.draw import Everything
 from grpo.rollout.types import Plan
 from grpo.system.errors import UserError
@@ -124,12 +126,17 @@ def test_settings_that_need_a_state_which_is_not_there_are_refused_in_one_line()
 
 
 def test_the_run_is_as_far_as_its_rollouts_if_each_has_more_updates(toy):
-    """Two rollouts of one update each are four of two."""
-    before, after = make_module(fresh(toy)), make_module(fresh(toy), num_epochs=2)
+    """Two rollouts of one update each are four of two. The entropy's weight and the loss's scale are as they were left."""
+    entropy = EntropyBonus(0.01, target=1.0)
+    before, after = make_module(fresh(toy), entropy=entropy), make_module(fresh(toy), entropy=entropy, num_epochs=2)
     before.updates, checkpoint = 2, {"state_dict": {}}
+    before.scale, after.scale = LossScaling(64).made(), LossScaling(64).made()
+    before.scale.value = 32.0
+    before.entropy.update(0.5)
     before.on_save_checkpoint(checkpoint)
     after.on_load_checkpoint(checkpoint)
-    assert after.updates == 4 and after.position()["rollout"] == 3
+    assert after.updates == 4 and after.position()["rollout"] == 3 and after.entropy.alpha == 0.015
+    assert after.scale.value == 32
 
 
 def test_what_was_ignored_is_watched_if_it_is_no_longer_ignored():

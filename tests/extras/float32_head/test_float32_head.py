@@ -61,7 +61,7 @@ def test_autocast_does_not_reach_it():
         layer.__class__ = Float32Head
         logits = layer(states)
         logits[0, 1].backward()  # autocast must not round here either
-    assert logits[0, 1] == 1 + 2**-10 and states.grad.tolist() == [[1 + 2**-10, 0]]
+    assert logits[0, 1].item() == 1 + 2**-10 and states.grad.tolist() == [[1 + 2**-10, 0]]
     assert layer.weight.grad.tolist() == [[0, 0], [1, 0], [0, 0]]
 
 
@@ -97,7 +97,7 @@ def test_states_get_the_number_type_of_the_matrix():
     layer.__class__ = Float32Head
     logits = layer(STATES)
     logits[0, 0].backward()
-    assert logits[0, 0] == 16.0625 and layer.weight.grad.tolist() == [[16, 1], [0, 0], [0, 0]]
+    assert logits[0, 0].item() == 16.0625 and layer.weight.grad.tolist() == [[16, 1], [0, 0], [0, 0]]
 
 
 class Scaled(nn.Linear):

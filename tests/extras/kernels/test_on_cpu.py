@@ -99,6 +99,11 @@ def test_a_model_has_the_same_gradients(monkeypatch):
     for name, gradient in gradients.items():
         assert (of_own[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
     assert is_plain_llama(model)  # the built-in engine still computes it by itself
+    ids = torch.arange(5)[None]
+    with torch.no_grad():  # transformers' own cache still holds what was read
+        kept = model(ids[:, :4], use_cache=True).past_key_values
+        stepped = model(ids[:, 4:], past_key_values=kept).logits[0, -1]
+        torch.testing.assert_close(stepped, model(ids).logits[0, -1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])

@@ -23,7 +23,7 @@ from grpo.rollout.episodes import ENVIRONMENT
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Plan
 from grpo.system.errors import RewardError, UserError
-from grpo.system.seeds import TRAIN, derive_seed
+from grpo.system.seeds import TRAIN, derive_seed, states_of
 from grpo.training.meter import Means, note_engine
 
 WEIGHED = Algorithm(leave_one_out, clip, 8, correction=truncated)
@@ -84,6 +84,8 @@ def test_live_leaves_out_groups_without_signal_and_plays_no_others(tmp_path):
     assert values(batch.groups) == [[1.0, 0.0, 0.0, 0.0]] * 6
     assert [group[0].example["n"] for group in batch.groups] == [n for n in asked(made) if n % 4]
     assert sorted(group[0].example["n"] for group in batch.discarded) == [0, 4]
+    assert batch.scores.rewards.tolist() == values(batch.groups)
+    assert batch.all_scores.rewards.tolist() == values(batch.played)
     assert (
         values(rollouts(WithSignal(), lambda n, s: 1.0, tmp_path).make(0).groups) == [[1.0] * 4] * 2
     )  # nothing is left
@@ -222,7 +224,7 @@ def test_replay_keeps_live_groups_for_a_while_and_a_resumed_one_goes_on(tmp_path
         assert len(old) == min(2, len(pool)) and {(g[0].example["n"], g[0].age) for g in old} <= {*pool}
         assert fresh == got.played and got.scores.rewards.shape[0] == len(got.groups)
     resumed = Replay(share=1.0, max_age=2)
-    resumed.load_state_dict(selection.state_dict())
+    resumed.load_state_dict(states_of(made.objects)["selection"])
     expected, again = made.make(3), rollouts(resumed, lambda n, s: float(n < 4 and s > 1), tmp_path).make(3)
     assert [group[0].example for group in again.groups] == [group[0].example for group in expected.groups]
     assert {r for r, _ in selection.kept} <= {1, 2, 3}  # what is too old is not kept either

@@ -220,6 +220,8 @@ def test_a_job_is_compared_with_finished_ones_and_may_learn_all_that_it_has_lear
     assert sweep.falls_behind(job)
     job.rollouts = 2  # it is about to end
     assert not sweep.falls_behind(job)
+    job.status = EARLY
+    assert job.accuracy == 0.65  # the last, not that before training
     sweep.lock.close()
 
 
