@@ -41,7 +41,7 @@ FOLDERS = [ROOT / "tests", *(ROOT / "tests").glob("[a-z]*/"), *(ROOT / "tests" /
 TEST_PATH = os.pathsep.join(map(str, [ROOT, *FOLDERS]))
 EXAMPLES = ROOT / "tests" / "data"  # a few rows of our own
 LISTS = {name: ROOT / "tests" / f"{name}.txt" for name in ("slow", "nightly")}  # of tests that have this mark
-collected: list[str] = []  # the names of all tests, also of those that are not chosen
+collected: dict[str, bool] = {}  # all tests, also those that are not chosen: whether each is nightly
 REAL_DATA = Path(os.environ.get("GRPO_TEST_DATA", ROOT.parent / "shared" / "data"))  # gsm8k_test.jsonl and more
 
 pytest_plugins = [
@@ -59,12 +59,12 @@ hydra_speed.hasten(composing.REPLACED)
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that the lists name."""
-    collected.extend(item.nodeid for item in items)
     for mark, file in LISTS.items():
         names = tuple(line for line in file.read_text().splitlines() if line and not line.startswith("#"))
         for item in items:
             if item.nodeid.startswith(names):
                 item.add_marker(mark)
+    collected.update((item.nodeid, item.get_closest_marker("nightly") is not None) for item in items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,19 @@ def test_the_tests_that_the_lists_name_exist():
             file, _, name = line.partition("::")
             assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), line
             assert file not in whole or any(test.startswith(line) for test in collected), line
+
+
+def test_a_file_of_nightly_tests_has_one_that_runs_for_each_change():
+    """Else the list names one of its kind above it."""
+    if len(collected) < 3000:
+        pytest.skip("it needs the names of all tests")
+    by_day = [name for name, nightly in collected.items() if not nightly]
+    alone = {name.partition("::")[0] for name in collected} - {name.partition("::")[0] for name in by_day}
+    for section in LISTS["nightly"].read_text().split("\n\n"):
+        for named in re.findall(r"^#.*(tests/\S+::\S+)", section, re.M):
+            assert any(name.startswith(named) for name in by_day), named
+            alone -= {line.partition("::")[0] for line in section.splitlines()}
+    assert not alone
 
 
 @pytest.mark.slow

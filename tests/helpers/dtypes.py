@@ -115,11 +115,16 @@ def seen(*overrides: str) -> dict[str, set[str]]:
         return Seen.found
 
 
+def column(name: str) -> list[str]:
+    """Return the number types of each part in a run of this name."""
+    found = seen(*PRECISIONS[name].split())
+    return [", ".join(sorted(found.get(part, ()))) or "-" for part in PARTS]
+
+
 def table() -> list[str]:
     """Return the lines of the table of docs/performance.md."""
-    columns = {name: seen(*settings.split()) for name, settings in PRECISIONS.items()}
-    lines = [["", *columns], ["---"] * (1 + len(columns))]
-    lines += [[part, *(", ".join(sorted(found.get(part, ()))) or "-" for found in columns.values())] for part in PARTS]
+    lines = [["", *PRECISIONS], ["---"] * (1 + len(PRECISIONS))]
+    lines += map(list, zip(PARTS, *map(column, PRECISIONS), strict=True))
     return [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
 
 

@@ -32,12 +32,11 @@ class Takes(L.Callback):
         module.note("rollout/reward", 1.0)
 
 
-@pytest.mark.slow
-def test_pieces_of_the_page_are_short_change_a_run_and_are_resumed_to_the_bit(smoke, tmp_path, monkeypatch):
-    assert [name for name, _ in PIECES] == ["leitner", "surprise", "fading"]
+@pytest.fixture
+def run(smoke, tmp_path, monkeypatch):
+    """Makes a run with the pieces, and returns its rows."""
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in PIECES:
-        assert len(text.splitlines()) <= 40
         (tmp_path / f"{name}.py").write_text(text)
 
     def run(name, *more):
@@ -45,8 +44,24 @@ def test_pieces_of_the_page_are_short_change_a_run_and_are_resumed_to_the_bit(sm
         train(compose_config(*smoke(*settings, f"output_dir={tmp_path / name}")))
         return rows(tmp_path / name)
 
+    return run
+
+
+def changed(found: list[dict]) -> bool:
+    return all(0 < row["mine/shortest_to_longest"] <= 1 and row["data/boxes"] >= 0 for row in found[1:])
+
+
+@pytest.mark.slow
+def test_pieces_of_the_page_are_short_and_change_a_run(run):
+    assert [name for name, _ in PIECES] == ["leitner", "surprise", "fading"]
+    assert all(len(text.splitlines()) <= 40 for _, text in PIECES)
+    assert changed(run("short", "rollout.num_rollouts=2"))
+
+
+@pytest.mark.slow
+def test_pieces_of_the_page_are_resumed_to_the_bit(run, tmp_path):
     straight = run("straight")
-    assert all(0 < row["mine/shortest_to_longest"] <= 1 and row["data/boxes"] >= 0 for row in straight[1:])
+    assert changed(straight)
     with pytest.raises(RuntimeError, match="the disk is full"):
         run("crashed", "+callbacks.crash={_target_: helpers.slots.Crash, rollout: 2}")
     resumed = run("resumed", f"ckpt_path={tmp_path / 'crashed'}", "resume.changes=allow")

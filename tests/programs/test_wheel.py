@@ -23,16 +23,30 @@ def output(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly
-def test_an_installed_wheel_trains_the_demo(tmp_path):
-    """Also evaluates it, resumes it, and knows the settings of other systems."""
-    source, empty = tmp_path / "source", tmp_path / "empty"
-    empty.mkdir()
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """The files of a checkout without what it keeps beside them."""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
-    for name in listed.strip("\0").split("\0"):  # without what a checkout keeps beside them
+    for name in listed.strip("\0").split("\0"):
         if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(ROOT / name, source / name)
+            (file := tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(ROOT / name, file)
+    return tmp_path / "source"
+
+
+def test_a_wheel_has_the_package_and_what_lies_beside_it(source, tmp_path):
+    """Every file of both packages, and as grpo/project the settings, the tasks and the two programs."""
+    output(sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", tmp_path / "built", cwd=source)
+    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    own = {path for path in files if path.parts[0] in ("grpo", "hydra_plugins")}
+    beside = {path for path in files if path.parts[0] in ("conf", "tasks", "train.py", "eval.py")}
+    built = {path.relative_to(tmp_path / "built") for path in (tmp_path / "built").rglob("*") if path.is_file()}
+    assert built == own | {Path("grpo", "project") / path for path in beside} and len(own) > 100 < len(beside)
+
+
+def test_an_installed_wheel_trains_the_demo(source, tmp_path):
+    """Also evaluates it, resumes it, and knows the settings of other systems."""
+    (empty := tmp_path / "empty").mkdir()
     output(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     output(python, "-m", "pip", "install", "--quiet", "build", cwd=tmp_path)

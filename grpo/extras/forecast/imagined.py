@@ -58,16 +58,17 @@ def known(measure: Callable[..., Any], *arguments: Any) -> Any:
 def computing_as_on(device: str) -> Iterator[None]:
     """Let the head cut its logits as on this device, since tensors without memory are the CPU's, and let head and attention make
     the tensors that they make there."""
-    before = LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward, packed_attention.sdpa
-    LOGITS_AT_ONCE["cpu"] = logits_at_once(device)
+    before = token_scores.CACHED, token_scores.forward, token_scores.backward, packed_attention.sdpa
+    at_once, LOGITS_AT_ONCE["cpu"] = LOGITS_AT_ONCE["cpu"], logits_at_once(device)
     if is_compiled(device):
         token_scores.forward, token_scores.backward = written_scores, written_gradient
     if device != "cpu":
-        packed_attention.sdpa = with_all_heads
+        token_scores.CACHED, packed_attention.sdpa = 1 << 62, with_all_heads
     try:
         yield
     finally:
-        LOGITS_AT_ONCE["cpu"], token_scores.forward, token_scores.backward, packed_attention.sdpa = before
+        LOGITS_AT_ONCE["cpu"] = at_once
+        token_scores.CACHED, token_scores.forward, token_scores.backward, packed_attention.sdpa = before
 
 
 def is_compiled(device: str) -> bool:
@@ -297,8 +298,7 @@ class Live(TorchDispatchMode):
     def __init__(self, before: Iterable[Tensor], vocabulary: int | None = None) -> None:
         super().__init__()
         self.seen, self.vocabulary = {storage_of(tensor) for tensor in before}, vocabulary
-        self.now: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
+        self.now, self.most = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         grouped = function is torch.ops.aten._grouped_mm.default  # torch describes its result in bfloat16 only

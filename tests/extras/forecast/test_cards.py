@@ -157,7 +157,7 @@ def sizes_of(folder, *words: str, vocabulary: int = 100_000, **more: int) -> Siz
     return Sizes(make, pretrained, plan, TransformersEngine(), lambda: 30)
 
 
-@pytest.mark.parametrize(("failed", "size"), [(False, 2 + 2), pytest.param(True, 2 + 4 * 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("failed", "size"), [(False, 2 + 2), (True, 2 + 4 * 4)])
 def test_the_head_of_a_gpu_writes_logits_and_their_gradient_alone(tmp_path, monkeypatch, failed, size):
     """In bfloat16, two bytes each for a token and an entry. Without a compiler there are four tensors in float32 beside them:
     logits, logarithms, probabilities and their product."""

@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from helpers.models import FAMILIES, SHAPE, model_folder, model_of
 from helpers.project import ROOT
 from helpers.runs import VARIED, learned, state
 from helpers.slots import Varied
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, MixtralConfig
 
 from grpo.engines.builtin import llama
@@ -34,6 +36,7 @@ from grpo.extras.forecast.imagined import (
 )
 from grpo.extras.forecast.parts import Part
 from grpo.extras.forecast.sizes import Sizes, packed
+from grpo.models import token_scores
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import microbatches
@@ -178,6 +181,18 @@ def test_logits_of_a_head_in_float32_are_counted(folders):
         assert found[kind]["pass"] == most
     assert found["float32"]["pass"] > found["null"]["pass"]
     assert found["float32"]["weights"] == found["null"]["weights"]
+
+
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+def test_the_gradient_of_logits_is_computed_in_pieces_on_a_cpu(monkeypatch, mode):
+    """Of 9 rows of 500 it takes 4 at a time: the gradient of all, and of 4 their logarithms, probabilities, the product of these,
+    and a factor for each. Tensors without memory take as much as real ones."""
+    monkeypatch.setattr(token_scores, "CACHED", 4 * 500)
+    with mode():
+        logits, numbers, targets = torch.zeros(9, 500), torch.zeros(9), torch.zeros(9, dtype=torch.int64)
+        with Live([logits, numbers, targets]) as live:
+            token_scores.gradient_of_logits(logits, targets, 1.0, (numbers, numbers, numbers), numbers, None)
+    assert live.most.total() == 4 * (9 * 500 + 3 * 4 * 500 + 4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import lightning as L
-import pytest
 import torch
 from helpers.looking import Looking
 from helpers.ranks import Ranks
@@ -33,7 +32,6 @@ class Each(L.Callback):
         torch.save(module.policy.state_dict(), self.folder / f"{trainer.global_rank}.pt")
 
 
-@pytest.mark.nightly
 def test_two_ranks_learn_to_see_what_one_learns(toy, smoke, tmp_path):
     folder, ranks = made("qwen2_5_vl", tmp_path / "model", toy), Ranks(2)
     common = [one for one in smoke() if not one.startswith(("output_dir", "optim", "callbacks", "model.path"))]
