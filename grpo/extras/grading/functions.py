@@ -51,11 +51,23 @@ def last_number(completions: Completions, gold: Sequence[Any], wrong: float = 0.
     """1 if the last number after any thought equals `gold`, `wrong` if not: for models that do not box their answers."""
     rewards = []
     for completion, right in zip(completions, gold, strict=True):
-        answer = after_thoughts(text_of(completion))
-        numbers = re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", answer.replace(",", ""))
+        numbers = _numbers(completion)
         outcome = verdict(numbers[-1], str(right)) if numbers else "no_answer"
         rewards.append(graded(outcome, wrong))
     return rewards
+
+
+def near_number(completions: Completions, gold: Sequence[Any], **columns: Any) -> list[float]:
+    """1 / (1 + |gold - the last number after any thought|): 1 if it is right, 0 without a number."""
+    rewards = []
+    for completion, right in zip(completions, gold, strict=True):
+        numbers = _numbers(completion)
+        rewards.append(1 / (1 + abs(float(right) - float(numbers[-1]))) if numbers else 0.0)
+    return rewards
+
+
+def _numbers(completion: Any) -> list[str]:
+    return re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", after_thoughts(text_of(completion)).replace(",", ""))
 
 
 def _leaves_work(answer: str, gold: str, prompt: str | Sequence[Mapping[str, str]]) -> bool:
