@@ -204,7 +204,7 @@ def test_the_cache_of_an_engine_that_sleeps_is_held_in_rollouts_only():
 
 
 class Memory:
-    """What vLLM holds, in place of vLLM on a GPU."""
+    """Stands in for vLLM on a GPU, and knows only which memory it holds."""
 
     def __init__(self) -> None:
         self.held = {"weights", "kv_cache"}
