@@ -109,3 +109,4 @@ def test_no_worst_habit(folder):
 )  # fmt: skip
 def test_the_habits_are_found(text, bad):
     assert any(habit.search(text) for habit in HABITS.values()) == bad
+    assert WORDS.search(text) or not bad

@@ -22,7 +22,8 @@ import pytest
 
 MORE = 2  # forks beside those that were asked for
 LOOK = 10  # seconds between two looks at what is idle
-RARELY = 20_000, 10, 10  # for the garbage collector: by Python's own numbers it takes a seventh of the tests' time
+# for the garbage collector: by Python's own numbers it took a seventh of the time of tests/apps and tests/config
+RARELY = 20_000, 10, 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -203,6 +203,32 @@ def test_the_cache_of_an_engine_that_sleeps_is_held_in_rollouts_only():
         assert engine.fit(room) == held
 
 
+class Memory:
+    """Stands in for vLLM on a GPU, and knows only which memory it holds."""
+
+    def __init__(self) -> None:
+        self.held = {"weights", "kv_cache"}
+
+    def sleep(self, level: int) -> None:
+        self.held -= {"weights"} if level else set()
+
+    def release_kv_cache_memory(self) -> None:
+        self.held -= {"kv_cache"}
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.held |= {*tags}
+
+
+def test_an_engine_that_sleeps_keeps_the_weights_alone():
+    engine = object.__new__(VLLMSharedEngine)
+    engine._llm = Memory()
+    engine._release()
+    assert engine._llm.held == {"weights"}
+    engine._asleep = True
+    engine._wake()
+    assert engine._llm.held == {"weights", "kv_cache"} and not engine._asleep
+
+
 def test_the_memory_that_is_packed_elsewhere_stays_packed(llama, alive):
     """With two kinds of engine in one process, the layers of the copying engine keep vLLM's packed form on a CPU."""
     _, _, folder = llama
