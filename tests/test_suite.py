@@ -58,6 +58,7 @@ def test_an_idle_machine_gets_up_to_two_more_forks_than_the_two_asked_for(busy, 
     assert wanted(busy, running, asked=2) == forks
 
 
+@pytest.mark.extras
 def test_the_tests_that_the_lists_name_exist():
     """Their parameters too, if all tests are collected; those of vLLM are not where it is missing."""
     whole = {name.partition("::")[0] for name in collected} if len(collected) > 3000 else ()
@@ -68,6 +69,7 @@ def test_the_tests_that_the_lists_name_exist():
             assert file not in whole or any(test.startswith(line) for test in collected), line
 
 
+@pytest.mark.extras
 def test_a_file_of_nightly_tests_has_one_that_runs_for_each_change():
     """Else the list names one of its kind above it."""
     if len(collected) < 3000:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from conftest import ROOT
 
 HERE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "train.py", "eval.py")
+FOLDERS = ("grpo", "hydra_plugins", "conf", "tasks")
 IN_PYTHON = """
 import grpo
 run = grpo.train("tiny", rollout={"num_rollouts": 2, "prompts": 4}, preflight="off", **{"eval.limit": 20}, output_dir="mine")
@@ -25,13 +28,14 @@ def output(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """The files of a checkout without what it keeps beside them."""
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
-    for name in listed.strip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (file := tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(ROOT / name, file)
-    return tmp_path / "source"
+    """What a wheel is built from, without what Python and a checkout keep beside it."""
+    (folder := tmp_path / "source").mkdir()
+    for name in FILES:
+        os.link(ROOT / name, folder / name)
+    for name in FOLDERS:
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, copy_function=os.link, ignore=skipped)
+    return folder
 
 
 def test_a_wheel_has_the_package_and_what_lies_beside_it(source, tmp_path):
