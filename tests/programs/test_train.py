@@ -410,7 +410,8 @@ def test_means_of_a_run_are_numbers(smoke, tmp_path):
 def test_dynamic_sampling_replaces_groups_without_signal(smoke, tmp_path, varied):
     learned(
         smoke(
-            "selection=dynamic", "selection.rounds=8", "selection.by=reward", "rollout.prompts=6", "callbacks=[samples]"
+            *"selection=dynamic selection.rounds=8 selection.by=reward rollout.prompts=6 rollout.num_rollouts=1".split(),
+            "callbacks=[samples]",
         ),
         {"_target_": "helpers.slots.Halves", "varied": varied},
     )
