@@ -28,7 +28,7 @@ def output(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """What a wheel is built from, without what Python and a checkout keep beside it."""
+    """The files from which a wheel is built, without what Python and a checkout keep beside them."""
     (folder := tmp_path / "source").mkdir()
     for name in FILES:
         os.link(ROOT / name, folder / name)

@@ -185,7 +185,7 @@ def test_logits_of_a_head_in_float32_are_counted(folders):
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
 def test_the_gradient_of_logits_is_computed_in_pieces_on_a_cpu(monkeypatch, mode):
-    """Of 9 rows of 500 it takes 4 at a time: the gradient of all, and of 4 their logarithms, probabilities, the product of these,
+    """It takes 4 of 9 rows of 500 at a time: the gradient of all, and of 4 their logarithms, probabilities, the product of these,
     and a factor for each. Tensors without memory take as much as real ones."""
     monkeypatch.setattr(token_scores, "CACHED", 4 * 500)
     with mode():

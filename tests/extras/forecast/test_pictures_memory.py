@@ -59,7 +59,7 @@ def test_a_run_with_pictures_takes_what_was_foreseen(vision, tmp_path, toy, capl
     config = compose_config(*words.split())
     config.task = {**LOOKING, "side": 560, "rows": 30}
     caplog.set_level("INFO")
-    monkeypatch.setattr("grpo.extras.forecast.forecast.SPARE", 0)  # the line has the parts, whatever the machine's memory
+    monkeypatch.setattr("grpo.extras.forecast.forecast.SPARE", 0)  # the line has the parts on any machine
     train(config)
     [line] = [line for line in caplog.messages if " in an update" in line]
     foreseen = {phase: float(size) * 1e9 for size, phase in re.findall(r"([\d.]+) GB in an? (update|rollout)", line)}
