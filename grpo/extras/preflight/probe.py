@@ -16,7 +16,7 @@ from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
 from grpo.extras.forecast.parts import Part
-from grpo.extras.preflight.allowance import Allowance, shortened, slowest
+from grpo.extras.preflight.allowance import Allowance, seen, shortened, slowest
 from grpo.extras.preflight.moved import moved
 from grpo.models.head import logits_at_once
 from grpo.models.logprobs import completion_logprobs
@@ -167,7 +167,7 @@ class Probe:
         self.trainer(few)  # the first one also chooses kernels
         begun = time.perf_counter()
         self.trainer(few)
-        return slowest(time.perf_counter() - begun) / int(few.attention_mask.sum())
+        return slowest(time.perf_counter() - begun) / int(seen(few, self.module).sum())
 
     @property
     def longest(self) -> Tensor:
@@ -177,9 +177,8 @@ class Probe:
     @cached_property
     def compared(self) -> TokenBatch:
         """The rows that pass once: all of them, or the longest and as many others as there is time for."""
-        order = self.longest
-        fit = self.allowance.left(1 / 6) / self.token_seconds
-        count = int((self.tokens.attention_mask[order].sum(1).cumsum(0) <= fit).sum())
+        order, fit = self.longest, self.allowance.left(1 / 6) / self.token_seconds
+        count = int((seen(self.tokens.rows(order), self.module).cumsum(0) <= fit).sum())
         return self.tokens.rows(order[: max(LEAST_ROWS, count)].sort().values)
 
     @cached_property
@@ -187,9 +186,10 @@ class Probe:
         """The trainer's log-probabilities and entropies of `compared`, [B, C] each."""
         tokens, begun = self.compared, time.perf_counter()
         values = self.trainer(tokens)
+        token = slowest(time.perf_counter() - begun) / int(seen(tokens, self.module).sum())
+        rollout = self.rollouts.plan.prompts / len(self.groups) * int(seen(self.tokens, self.module).sum())
         passes = 4 * self.module.algorithm.num_epochs  # one before the updates, in each epoch forward and backward ones
-        rollout = len(self.tokens) / len(self.groups) * self.rollouts.plan.prompts
-        self.allowance.update = slowest(time.perf_counter() - begun) * passes * rollout / len(tokens)
+        self.allowance.update = token * rollout * passes
         return values
 
     @cached_property

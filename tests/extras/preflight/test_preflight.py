@@ -26,10 +26,10 @@ from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.demo.demo_model import SHIPPED
 from grpo.extras.forecast.parts import Part
-from grpo.extras.preflight import CHECKS, data, episodes, learning, sampling
+from grpo.extras.preflight import CHECKS, allowance, data, episodes, learning, sampling
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight import probe as probing
-from grpo.extras.preflight.allowance import Allowance
+from grpo.extras.preflight.allowance import Allowance, seen
 from grpo.extras.preflight.checked import mean_gap
 from grpo.extras.preflight.plan import RunPlan, disk, duration, plan_of
 from grpo.extras.preflight.plan.disk import checkpoint_bytes
@@ -600,11 +600,16 @@ def test_something_random_in_the_policy(probe):
     assert found.result == "FAIL" and found.remedy == "something in the policy is random: set dropout to 0"
 
 
-def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch):
-    loss = type(probe.module.algorithm).loss
+@pytest.mark.parametrize(("seconds", "cuts"), [(0.0, [1, 3, 6, 1]), (1e9, [1, 2])])
+def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch, seconds, cuts):
+    """Also where the first gradient has taken so long that only one other is made, padded and in two pieces."""
+    loss, gradient_of, made = type(probe.module.algorithm).loss, learning.gradient_of, []
     wrong = lambda self, logprobs, *more: (loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
     monkeypatch.setattr(type(probe.module.algorithm), "loss", wrong)
+    monkeypatch.setattr(learning, "slowest", lambda _: seconds)
+    monkeypatch.setattr(learning, "gradient_of", lambda *given: made.append(given[2]) or gradient_of(*given))
     assert failed(probe) == {"the gradient ignores microbatches"}
+    assert made == cuts
 
 
 def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
@@ -869,6 +874,7 @@ def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, c
 
 def test_the_time_of_the_checks_is_a_share_of_the_run():
     assert Allowance(100).seconds == 3  # nothing is known yet
+    assert Allowance(10, rollout=4.0, update=6.0).seconds == 20  # two rollouts with their updates, not 5 % of ten
     known = Allowance(100, rollout=2.0, update=1.0)
     assert known.seconds == pytest.approx(15)  # 5 % of 100 x 3 s
     known.begun -= 9
@@ -879,6 +885,65 @@ def test_the_time_of_the_checks_is_a_share_of_the_run():
     assert known.line({"the engine's start": 8.04, "b": 0.5}) == (
         "18.0 s, aimed at 15.0 s; the longest part: the engine's start, 8.0 s"
     )
+
+
+@pytest.mark.parametrize(("layout", "added"), [("shared_prompt", [5, 1, 4]), ("packed", [5, 4, 4])])
+def test_a_shared_prompt_passes_once(layout, added):
+    """Two answers, of 2 tokens and of 1, to a prompt of 3, and one of 2 to another of 2."""
+    both = [((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2), (4, 5))]
+    turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
+    tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
+    assert seen(tokens, SimpleNamespace(layout=(layout, None))).tolist() == added
+
+
+def test_the_time_of_an_update_is_that_of_the_tokens_that_pass(probe, monkeypatch):
+    """Eight groups of 16 are there, and the answers of one group pass in a second: four times the tokens of 16 groups pass, each
+    prompt once. A plan of SmolLM2 had sevenfold times, because it multiplied rows with their prompts."""
+    sizes = [len(group[0].turns[0].prompt_ids) + sum(sample.length for sample in group) for group in probe.groups]
+    monkeypatch.setitem(probe.module.__dict__, "layout", ("shared_prompt", None))
+    probe.compared = probe.tokens.rows(slice(0, 4))
+    monkeypatch.setattr(probe, "trainer", lambda tokens: None)
+    monkeypatch.setattr(probing, "time", SimpleNamespace(perf_counter=iter([0.0, 1.0]).__next__))
+    assert probe.passed is None
+    assert probe.allowance.update == pytest.approx(4 * 16 / 8 * sum(sizes) / sizes[0])
+
+
+def test_a_slow_machine_keeps_the_time_that_it_aims_at(probe, monkeypatch):
+    """A clock that goes with the tokens that pass through the first layer, 20 ms each, and 0.2 s each time; backwards it takes
+    twice that. The engine takes 20 ms for each token that it reads or draws."""
+    now = [0.0]
+
+    def took(tokens: int, times: int = 1) -> None:
+        now[0] += times * (0.2 + 0.02 * tokens)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    for module in (probing, allowance, sampling, episodes, learning, preflight):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(sampling, "PATIENCE", 4.0)
+    monkeypatch.setattr(episodes, "PATIENCE", 4.0)
+    first, engine = probe.module.policy.model.layers[0], probe.rollouts.engine
+    hooks = [
+        first.register_forward_hook(lambda module, args, out: took(args[0].shape[:-1].numel())),
+        first.register_full_backward_hook(lambda module, grads, out: took(out[0].shape[:-1].numel(), 2)),
+    ]
+    sample = engine.sample
+
+    def sampled(prompts, sampling, seeds, done=None, **named):
+        completions = sample(prompts, sampling, seeds, done, **named)
+        took(sum(map(len, {*map(tuple, prompts)})) + sum(len(completion.ids) for completion in completions))
+        return completions
+
+    monkeypatch.setattr(engine, "sample", sampled)
+    slow = Probe(*parts_of(probe), allowance=Allowance(10, begun=0.0))
+    try:
+        assert failed(slow) == set()
+        plan_of(slow, Evaluator(Sampling(8), limit=10, every=0), [], [], timed=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    whole = slow.allowance.rollout + slow.allowance.update
+    assert slow.allowance.seconds == pytest.approx(2 * whole) and whole > 10
+    assert now[0] < slow.allowance.seconds
 
 
 def test_a_rollout_by_the_seconds_of_two_pieces(probe):
