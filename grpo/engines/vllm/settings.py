@@ -19,6 +19,7 @@ ARGS = {  # fixed: the user's args cannot change them
 CPU_ARGS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
+    "block_size": 32,  # tokens that prompts share: of vLLM's own 128 a short prompt fills none, and is read for each sample
     # for a prompt read in pieces vLLM rewinds the seeded generator, which is not possible on a CPU
     "enable_chunked_prefill": False,
 }

@@ -13,7 +13,7 @@ from grpo.training.module import GRPOModule
 
 LEAST = 3.0  # seconds
 SHARE = 0.05  # of the seconds of all rollouts and updates
-ROLLOUTS = 2  # with their updates: the checks of a short run pass through the model as often as a longer one's
+ROLLOUTS = 1  # with its update: the checks of a short run pass through the model as often as those of a long one
 
 
 @dataclass

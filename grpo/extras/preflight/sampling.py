@@ -1,48 +1,64 @@
 """Checks of the engine: it reports the policy's log-probabilities, draws by them, and takes new weights."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import chi2
+import torch
+from scipy.stats import binom, chi2
 from torch import Tensor
 
 from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
+from grpo.extras.preflight.moved import one_of_each_kind
 from grpo.extras.preflight.probe import Probe
+from grpo.extras.preflight.rounding import odds
 from grpo.system.errors import plural
 
 FIRST_DRAWS, WANTED = 20, 100  # the first ones show the engine's speed; so many are enough
 DRAWS, MOST_DRAWS = 500, 2000  # at once, and in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
 HEAT = 0.01  # a share by which temperatures may seem to differ
+COARSE = 1e-4  # a relative precision: number types of 16 bits have less
+CUTS = (0.8, 0.9, 0.95, 0.99)  # shares of the probability that a filter may leave
 RARE = 1e-6  # a p-value below it is a fault, not chance
 ENGINE = "an engine option, generation_config.json or a proxy changes the sampling: remove it"
 
 
 def logprobs(probe: Probe) -> Checked:
     """The engine's log-probabilities of the tokens that it sampled equal the trainer's, except for rounding, and the differences
-    are not those of another temperature, which a bound for 16 bits would hide."""
+    are not those of another temperature, which a bound for 16 bits would hide; nor, with 16 bits, do log-odds differ more."""
     theirs, tokens, (ours, entropy) = probe.compared.rollout_logprobs, probe.compared, probe.passed
-    gap = mean_gap(theirs, ours, tokens)
-    heat, error = warmer((theirs - ours)[tokens.mask], (ours + entropy)[tokens.mask])
-    text = f"mean gap {gap:.1e} nats over {plural(int(tokens.mask.sum()), 'token')}, bound {probe.bound:.1e}"
+    gap, (bound, odds_bound) = mean_gap(theirs, ours, tokens), probe.bounds
+    apart = (theirs - ours)[tokens.mask]
+    heat, error = warmer(apart, (ours + entropy)[tokens.mask])
+    text = f"mean gap {gap:.1e} nats over {plural(int(tokens.mask.sum()), 'token')}, bound {bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
     if hot := abs(heat) > max(HEAT, 6 * error):
         text += f", as at a temperature {heat:+.1%} from the trainer's"
-    return pass_or_fail(gap <= probe.bound and not hot, text, remedy)
+    far = False
+    if probe.eps > COARSE:
+        far = (of_odds := odds(apart, ours[tokens.mask])) > odds_bound
+        text += f", {of_odds:.2g} in log-odds, bound {odds_bound:.2g}"
+    return pass_or_fail(gap <= bound and not hot and not far, text, remedy)
 
 
 def warmer(apart: Tensor, above: Tensor) -> tuple[float, float]:
     """Return by how much the engine's temperature is higher, as a share, and the standard error: d log p / d log T is minus what
-    log p has above its mean, the entropy with its sign. apart: differences of n tokens' log p, [n]; above: [n]."""
+    log p has above its mean, the entropy with its sign. apart: differences of n tokens' log p, [n]; above: [n].
+
+    The error is that of a regression whose noise differs between tokens (MacKinnon and White's HC3): rare tokens have most of
+    the noise and of the weight, and one of them alone must not seem a temperature.
+    """
     apart, above = apart.double(), above.double()
     size = (above**2).sum().clamp(min=1e-9)
     heat = -(apart * above).sum() / size
-    rest = (apart + heat * above).square().mean() / size
-    return float(heat), float(rest.sqrt())
+    rest = (apart + heat * above) / (1 - above**2 / size).clamp(min=1e-9)
+    return float(heat), float((above * rest).norm() / size)
 
 
 def draws(probe: Probe) -> Checked:
-    """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place.
+    """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place. Nor
+    are tokens missing that are rare for the trainer, as with a filter: few draws show it.
 
     The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most. An engine may
     read all tokens before it for each draw: where WANTED draws would take too long, these are the last ones, 8 at least.
@@ -72,10 +88,31 @@ def draws(probe: Probe) -> Checked:
         thin = f"no token of {len(ids)} is likely enough for {total} draws to tell"
         return Checked("SKIP", thin if len(ids) > 1 else "the policy is certain everywhere: all draws are equal")
     p_value = chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
-    text = f"{total} draws among {len(ids)} tokens, p = {p_value:.2g}"
+    tail = missing(drawn, shares_after(probe, context)) if min(context) >= 0 else 1.0
+    text = f"{total} draws among {len(ids)} tokens, p = {min(p_value, tail):.2g}"
+    text += ": rare tokens are missing" if tail < min(RARE, p_value) else ""
     return pass_or_fail(
-        bool(p_value >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}"
+        bool(min(p_value, tail) >= RARE), text, f"the engine draws from another distribution than it reports: {ENGINE}"
     )
+
+
+@torch.no_grad()
+def shares_after(probe: Probe, context: Sequence[int]) -> np.ndarray:
+    """Return the probabilities of the next token that the policy has at the temperature of `probe.sample`, [V]."""
+    ids, settings = torch.tensor([context], device=probe.module.device), probe.rollouts.plan.sampling
+    probe.sleep()
+    logits = probe.module.policy(input_ids=ids, use_cache=False).logits[0, -1]
+    return (logits.double() / [*settings.temperatures, settings.temperature][0]).softmax(-1).cpu().numpy()
+
+
+def missing(drawn: Sequence[int], shares: np.ndarray) -> float:
+    """Return the probability that so few draws have a rare token, times the number of CUTS, for the one with the least. Rare are
+    tokens for which likelier ones have that share together. shares: the probability of each token."""
+    order = np.argsort(-shares, kind="stable")
+    likelier = np.empty_like(shares)
+    likelier[order] = np.cumsum(shares[order]) - shares[order]
+    rare = [likelier >= cut for cut in CUTS]
+    return len(CUTS) * min(float(binom.cdf(one[drawn].sum(), len(drawn), min(1.0, shares[one].sum()))) for one in rare)
 
 
 def bins(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +136,6 @@ def bins(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def sync(probe: Probe) -> Checked:
     """New weights reach the engine, all kinds of them, and the old ones return: caches of prefixes are emptied."""
     first = probe.rollouts.plan.num_rollouts + 1  # versions of no rollout: servers keep adapters by version
-    result, text = probe.moved(probe.one_of_each_kind(), probe.few, first)
+    result, text = probe.moved(one_of_each_kind(probe.module.policy), probe.few, first)
     remedy = "the engine keeps old weights or an old cache: set engine=transformers, and report this with the engine's version"
     return Checked(result, text, remedy if result == "FAIL" else "")
