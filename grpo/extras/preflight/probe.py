@@ -184,7 +184,8 @@ class Probe:
     @cached_property
     def compared(self) -> TokenBatch:
         """The rows that pass once: all of them, or the longest and as many others as there is time for."""
-        order, fit = self.longest, self.allowance.left(1 / 6) / self.token_seconds
+        order, seconds = self.longest, self.token_seconds  # which says how long an update takes, and so what is left
+        fit = self.allowance.left(1 / 6) / seconds
         count = int((seen(self.tokens.rows(order), self.module).cumsum(0) <= fit).sum())
         return self.tokens.rows(order[: max(LEAST_ROWS, count)].sort().values)
 
