@@ -35,7 +35,7 @@ def bounds(probe: Any) -> tuple[float, float]:
     lost = probe.eps * (3 + float(logits.abs().amax(-1).float().mean() / lowest) / 4)
     vocabulary = probe.module.policy.config.get_text_config().vocab_size
     nats = max(3e-5, 8e-10 * vocabulary, 3 * float(apart.abs().mean()), lost)
-    return nats, max(3 * lost, 3 * odds(apart, together))
+    return nats, max(3 * lost, 2 * odds(apart, together))
 
 
 def odds(apart: Tensor, logprobs: Tensor) -> float:

@@ -12,6 +12,7 @@ from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.moved import one_of_each_kind
 from grpo.extras.preflight.probe import Probe
 from grpo.extras.preflight.rounding import odds
+from grpo.objectives.batch import TokenBatch
 from grpo.system.errors import plural
 
 FIRST_DRAWS, WANTED = 20, 100  # the first ones show the engine's speed; so many are enough
@@ -31,7 +32,7 @@ def logprobs(probe: Probe) -> Checked:
     theirs, tokens, (ours, entropy) = probe.compared.rollout_logprobs, probe.compared, probe.passed
     gap, (bound, odds_bound) = mean_gap(theirs, ours, tokens), probe.bounds
     apart = (theirs - ours)[tokens.mask]
-    heat, error = warmer(apart, (ours + entropy)[tokens.mask])
+    heat, error = warmer(apart, (ours + entropy)[tokens.mask], places(tokens))
     text = f"mean gap {gap:.1e} nats over {plural(int(tokens.mask.sum()), 'token')}, bound {bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
     if hot := abs(heat) > max(HEAT, 6 * error):
@@ -43,18 +44,31 @@ def logprobs(probe: Probe) -> Checked:
     return pass_or_fail(gap <= bound and not hot and not far, text, remedy)
 
 
-def warmer(apart: Tensor, above: Tensor) -> tuple[float, float]:
+def places(tokens: TokenBatch) -> Tensor:
+    """Return a number for each sampled token, [n], which those have in common that follow the same tokens: the first ones of a
+    group do, so that rounding is the same for all of them."""
+    known: dict[tuple[int, ...], int] = {}
+    numbers = []
+    for (prompt, completion), sampled in zip(tokens.sequences(), tokens.mask.tolist(), strict=True):
+        befores = ((*prompt, *completion[:at]) for at, one in enumerate(sampled) if one)
+        numbers += [known.setdefault(before, len(known)) for before in befores]
+    return torch.tensor(numbers)
+
+
+def warmer(apart: Tensor, above: Tensor, places: Tensor) -> tuple[float, float]:
     """Return by how much the engine's temperature is higher, as a share, and the standard error: d log p / d log T is minus what
     log p has above its mean, the entropy with its sign. apart: differences of n tokens' log p, [n]; above: [n].
 
-    The error is that of a regression whose noise differs between tokens (MacKinnon and White's HC3): rare tokens have most of
-    the noise and of the weight, and one of them alone must not seem a temperature.
+    The error is that of a regression whose noise differs between places and is one within a place (MacKinnon and White's HC3, by
+    clusters): rare tokens have most of the noise and of the weight, and one of them alone must not seem a temperature.
     """
-    apart, above = apart.double(), above.double()
+    apart, above = apart.double().cpu(), above.double().cpu()
     size = (above**2).sum().clamp(min=1e-9)
     heat = -(apart * above).sum() / size
-    rest = (apart + heat * above) / (1 - above**2 / size).clamp(min=1e-9)
-    return float(heat), float((above * rest).norm() / size)
+    pulls, weights = torch.zeros(2, len(apart), dtype=torch.double)
+    pulls.index_add_(0, places, above * (apart + heat * above))
+    weights.index_add_(0, places, above**2 / size)
+    return float(heat), float((pulls / (1 - weights).clamp(min=1e-9)).norm() / size)
 
 
 def draws(probe: Probe) -> Checked:

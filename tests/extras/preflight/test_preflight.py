@@ -466,8 +466,9 @@ FAULTS = {  # and whether it is found in 16 bits, too
 def test_differences_of_another_temperature():
     """Log-probabilities that are 1 above their mean fall by 2 %, those that are 2 below rise by 4 %; then one is 1 % off that."""
     above = torch.tensor([1.0, 1.0, -2.0])
-    assert sampling.warmer(-0.02 * above, above) == pytest.approx((0.02, 0.0), abs=1e-9)
-    heat, error = sampling.warmer(-0.02 * above + torch.tensor([0.01, -0.01, 0.0]), above)
+    apart = torch.arange(3)
+    assert sampling.warmer(-0.02 * above, above, apart) == pytest.approx((0.02, 0.0), abs=1e-9)
+    heat, error = sampling.warmer(-0.02 * above + torch.tensor([0.01, -0.01, 0.0]), above, apart)
     # each of the first two has a sixth of the weight, so that the line is 5/6 as far from it as from the others' line
     assert heat == pytest.approx(0.02) and error == pytest.approx(2**0.5 * 0.01 / (5 / 6) / 6)
 
@@ -476,9 +477,26 @@ def test_one_rare_token_is_no_temperature():
     """64 tokens agree, and one that is 6 below the mean has 36 of 52 parts of the weight: whatever its noise, it says nothing."""
     above = torch.tensor([0.5, -0.5] * 32 + [-6.0])
     noise = torch.tensor([0.0] * 64 + [0.3])
-    heat, error = sampling.warmer(noise, above)
+    heat, error = sampling.warmer(noise, above, torch.arange(65))
     assert heat == pytest.approx(0.3 * 6 / 52) and abs(heat) > sampling.HEAT
     assert error == pytest.approx(heat, rel=0.1)
+
+
+def test_equal_beginnings_have_one_noise():
+    """All 16 samples of a group begin after the same tokens, with the same error: it counts as one, not as 16."""
+    above = torch.tensor([-0.7] * 16 + [0.5, -0.5] * 16)
+    noise = torch.tensor([0.1] * 16 + [0.01, 0.01] * 16)
+    alone = sampling.warmer(noise, above, torch.arange(48))
+    together = sampling.warmer(noise, above, torch.tensor([0] * 16 + [*range(1, 33)]))
+    assert alone[0] == together[0] > 6 * alone[1] and together[0] < 6 * together[1]
+
+
+def test_tokens_after_the_same_tokens_have_a_place():
+    """The second row begins as the first, and goes on otherwise; the third has another prompt."""
+    both = [((1, 2), (4, 5, 6)), ((1, 2), (4, 7, 6)), ((1, 3), (4,))]
+    turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
+    tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
+    assert sampling.places(tokens).tolist() == [0, 1, 2, 0, 1, 3, 4]
 
 
 def test_log_odds_are_compared_where_the_policy_is_unsure():
@@ -492,7 +510,7 @@ def test_log_odds_are_compared_where_the_policy_is_unsure():
 def test_log_odds_show_what_sixteen_bits_hide_in_nats(eps, result):
     """0.02 nats at a probability of 0.98 are within the bound in nats, and 1 in log-odds."""
     ours, mask = torch.full((2, 5), 0.98).log(), torch.ones(2, 5, dtype=torch.bool)
-    tokens = SimpleNamespace(rollout_logprobs=ours + 0.02, mask=mask)
+    tokens = SimpleNamespace(rollout_logprobs=ours + 0.02, mask=mask, sequences=lambda: [((1,), tuple(range(5)))] * 2)
     probe = SimpleNamespace(compared=tokens, passed=(ours, -ours), bounds=(0.06, 0.25), eps=eps)
     found = sampling.logprobs(probe)
     assert found.result == result and ("1 in log-odds, bound 0.25" in found.compared) == (result == "FAIL")
