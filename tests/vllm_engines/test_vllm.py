@@ -155,7 +155,7 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
 
 
 def test_a_prompt_of_forty_tokens_is_not_read_again(engine, model):
-    """One block of 32 of them is kept. Of vLLM's own blocks of 128 it fills none, and each sample of a group would read it."""
+    """One block of 32 of them is kept. It fills none of vLLM's own blocks of 128, and each sample of a group would read it."""
     from vllm import SamplingParams
 
     engine.load_weights(model, next(new_version))

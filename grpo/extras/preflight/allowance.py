@@ -51,7 +51,7 @@ def slowest(seconds: float) -> float:
     return max(distributed.all_gather([seconds]))
 
 
-def seen(tokens: TokenBatch, module: GRPOModule) -> Tensor:
+def added_tokens(tokens: TokenBatch, module: GRPOModule) -> Tensor:
     """Return how many tokens each row adds to a pass of the rows before it, [B]: a shared prompt passes once."""
     known: set[tuple[int, ...]] = set()
     added = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo.extras.preflight.allowance import seen, slowest
+from grpo.extras.preflight.allowance import added_tokens, slowest
 from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
 from grpo.models.gradient_checkpointing import recomputing
@@ -213,7 +213,7 @@ def seconds(probe: Probe) -> float:
         rows, share = torch.arange(len(probe.tokens), device=module.device), 1.0 if probe.live is None else probe.live
     if not share:
         return 0.0
-    lengths = seen(probe.tokens.rows(rows), module)
+    lengths = added_tokens(probe.tokens.rows(rows), module)
     passes = 1 + 4 * module.algorithm.num_epochs
     fit = probe.allowance.left(1 / 3) / passes / probe.token_seconds
     count = max(1, int((lengths.cumsum(0) <= fit).sum()))

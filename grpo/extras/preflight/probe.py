@@ -16,7 +16,7 @@ from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
 from grpo.extras.forecast.parts import Part
-from grpo.extras.preflight.allowance import Allowance, seen, shortened, slowest
+from grpo.extras.preflight.allowance import Allowance, added_tokens, shortened, slowest
 from grpo.extras.preflight.moved import moved
 from grpo.extras.preflight.rounding import bounds
 from grpo.models.head import logits_at_once
@@ -166,13 +166,13 @@ class Probe:
         self.trainer(few)  # the first one also chooses kernels
         begun = time.perf_counter()
         self.trainer(few)
-        token = slowest(time.perf_counter() - begun) / int(seen(few, self.module).sum())
+        token = slowest(time.perf_counter() - begun) / int(added_tokens(few, self.module).sum())
         self.allowance.update = self.update_of(token)
         return token
 
     def update_of(self, token: float) -> float:
         """Return the seconds of an update. token: the seconds of one in a pass without a gradient."""
-        rollout = self.rollouts.plan.prompts / len(self.groups) * int(seen(self.tokens, self.module).sum())
+        rollout = self.rollouts.plan.prompts / len(self.groups) * int(added_tokens(self.tokens, self.module).sum())
         passes = 4 * self.module.algorithm.num_epochs  # one before the updates, in each epoch forward and backward ones
         return token * rollout * passes
 
@@ -186,7 +186,7 @@ class Probe:
         """The rows that pass once: all of them, or the longest and as many others as there is time for."""
         order, seconds = self.longest, self.token_seconds  # which says how long an update takes, and so what is left
         fit = self.allowance.left(1 / 6) / seconds
-        count = int((seen(self.tokens.rows(order), self.module).cumsum(0) <= fit).sum())
+        count = int((added_tokens(self.tokens.rows(order), self.module).cumsum(0) <= fit).sum())
         return self.tokens.rows(order[: max(LEAST_ROWS, count)].sort().values)
 
     @cached_property
@@ -195,7 +195,7 @@ class Probe:
         tokens, begun = self.compared, time.perf_counter()
         values = self.trainer(tokens)
         self.allowance.update = self.update_of(
-            slowest(time.perf_counter() - begun) / int(seen(tokens, self.module).sum())
+            slowest(time.perf_counter() - begun) / int(added_tokens(tokens, self.module).sum())
         )
         return values
 

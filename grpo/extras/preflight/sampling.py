@@ -32,7 +32,7 @@ def logprobs(probe: Probe) -> Checked:
     theirs, tokens, (ours, entropy) = probe.compared.rollout_logprobs, probe.compared, probe.passed
     gap, (bound, odds_bound) = mean_gap(theirs, ours, tokens), probe.bounds
     apart = (theirs - ours)[tokens.mask]
-    heat, error = warmer(apart, (ours + entropy)[tokens.mask], places(tokens))
+    heat, error = warmer(apart, (ours + entropy)[tokens.mask], beginnings(tokens))
     text = f"mean gap {gap:.1e} nats over {plural(int(tokens.mask.sum()), 'token')}, bound {bound:.1e}"
     remedy = "engine and trainer compute different numbers: look at temperature, dtype, the chat template's ids and the weights"
     if hot := abs(heat) > max(HEAT, 6 * error):
@@ -44,7 +44,7 @@ def logprobs(probe: Probe) -> Checked:
     return pass_or_fail(gap <= bound and not hot and not far, text, remedy)
 
 
-def places(tokens: TokenBatch) -> Tensor:
+def beginnings(tokens: TokenBatch) -> Tensor:
     """Return a number for each sampled token, [n], which those have in common that follow the same tokens: the first ones of a
     group do, so that rounding is the same for all of them."""
     known: dict[tuple[int, ...], int] = {}

@@ -30,7 +30,7 @@ from grpo.extras.forecast.parts import Part
 from grpo.extras.preflight import CHECKS, allowance, data, episodes, learning, rounding, sampling
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight import probe as probing
-from grpo.extras.preflight.allowance import Allowance, seen
+from grpo.extras.preflight.allowance import Allowance, added_tokens
 from grpo.extras.preflight.checked import mean_gap
 from grpo.extras.preflight.plan import RunPlan, disk, duration, plan_of
 from grpo.extras.preflight.plan.disk import checkpoint_bytes
@@ -496,7 +496,7 @@ def test_tokens_after_the_same_tokens_have_a_place():
     both = [((1, 2), (4, 5, 6)), ((1, 2), (4, 7, 6)), ((1, 3), (4,))]
     turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
     tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
-    assert sampling.places(tokens).tolist() == [0, 1, 2, 0, 1, 3, 4]
+    assert sampling.beginnings(tokens).tolist() == [0, 1, 2, 0, 1, 3, 4]
 
 
 def test_log_odds_are_compared_where_the_policy_is_unsure():
@@ -971,7 +971,7 @@ def test_a_shared_prompt_passes_once(layout, added):
     both = [((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2), (4, 5))]
     turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
     tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
-    assert seen(tokens, SimpleNamespace(layout=(layout, None))).tolist() == added
+    assert added_tokens(tokens, SimpleNamespace(layout=(layout, None))).tolist() == added
 
 
 def test_the_time_of_an_update_is_that_of_the_tokens_that_pass(probe, monkeypatch):
