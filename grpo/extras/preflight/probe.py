@@ -16,17 +16,16 @@ from grpo.env.scoring import UNKNOWN
 from grpo.env.tokens import Turn
 from grpo.env.types import Example, Trajectory
 from grpo.extras.forecast.parts import Part
-from grpo.extras.preflight.allowance import Allowance, shortened, slowest
+from grpo.extras.preflight.allowance import Allowance, added_tokens, shortened, slowest
 from grpo.extras.preflight.moved import moved
+from grpo.extras.preflight.rounding import bounds
 from grpo.models.head import logits_at_once
-from grpo.models.logprobs import completion_logprobs
 from grpo.objectives.batch import Scores, TokenBatch
 from grpo.rollout.collate import collate, scores
 from grpo.rollout.engine_queue import received
 from grpo.rollout.rollouts import Rollouts
 from grpo.rollout.types import Group, Sample
-from grpo.system.distributed import computes_in, one_pass
-from grpo.system.loading import kind_of
+from grpo.system.distributed import computes_in
 from grpo.training.batch import RolloutBatch
 from grpo.training.module import GRPOModule
 from grpo.training.trainer import MIXED
@@ -167,7 +166,15 @@ class Probe:
         self.trainer(few)  # the first one also chooses kernels
         begun = time.perf_counter()
         self.trainer(few)
-        return slowest(time.perf_counter() - begun) / int(few.attention_mask.sum())
+        token = slowest(time.perf_counter() - begun) / int(added_tokens(few, self.module).sum())
+        self.allowance.update = self.update_of(token)
+        return token
+
+    def update_of(self, token: float) -> float:
+        """Return the seconds of an update. token: the seconds of one in a pass without a gradient."""
+        rollout = self.rollouts.plan.prompts / len(self.groups) * int(added_tokens(self.tokens, self.module).sum())
+        passes = 4 * self.module.algorithm.num_epochs  # one before the updates, in each epoch forward and backward ones
+        return token * rollout * passes
 
     @property
     def longest(self) -> Tensor:
@@ -177,9 +184,9 @@ class Probe:
     @cached_property
     def compared(self) -> TokenBatch:
         """The rows that pass once: all of them, or the longest and as many others as there is time for."""
-        order = self.longest
-        fit = self.allowance.left(1 / 6) / self.token_seconds
-        count = int((self.tokens.attention_mask[order].sum(1).cumsum(0) <= fit).sum())
+        order, seconds = self.longest, self.token_seconds  # which says how long an update takes, and so what is left
+        fit = self.allowance.left(1 / 6) / seconds
+        count = int((added_tokens(self.tokens.rows(order), self.module).cumsum(0) <= fit).sum())
         return self.tokens.rows(order[: max(LEAST_ROWS, count)].sort().values)
 
     @cached_property
@@ -187,9 +194,9 @@ class Probe:
         """The trainer's log-probabilities and entropies of `compared`, [B, C] each."""
         tokens, begun = self.compared, time.perf_counter()
         values = self.trainer(tokens)
-        passes = 4 * self.module.algorithm.num_epochs  # one before the updates, in each epoch forward and backward ones
-        rollout = len(self.tokens) / len(self.groups) * self.rollouts.plan.prompts
-        self.allowance.update = slowest(time.perf_counter() - begun) * passes * rollout / len(tokens)
+        self.allowance.update = self.update_of(
+            slowest(time.perf_counter() - begun) / int(added_tokens(tokens, self.module).sum())
+        )
         return values
 
     @cached_property
@@ -253,30 +260,14 @@ class Probe:
         return collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]]).to(self.module.device)
 
     @cached_property
-    @torch.no_grad()
-    def bound(self) -> float:
-        """The largest mean difference of log-probabilities that rounding explains, in nats.
+    def bounds(self) -> tuple[float, float]:
+        """The largest mean differences that rounding explains: of log-probabilities, in nats, and of log-odds."""
+        return bounds(self)
 
-        It is measured on this model: the difference between passes over all rows and passes over each row alone in the padded
-        layout, and the precision of the number type times what hidden states (near 1) and logits lose of it. In float32 it is at
-        least 3e-5, and more for a large vocabulary, over which a CPU's log_softmax adds up: an engine may use that. It is at
-        least three times what was measured between vLLM and the trainer (docs/preflight.md).
-        """
-        few, alone = self.few, []
-        together = self.trainer(few)[0]
-        for i in range(len(few)):
-            one = few.rows(slice(i, i + 1))
-            values, _ = one_pass(self.module.policy, completion_logprobs, one, self.module.temperature)
-            alone.append(values[one.mask])
-        noise = (torch.cat(alone) - together[few.mask]).abs().mean()
-        one = few.rows(slice(0, 1))
-        kept = torch.arange(-one.completion_width, 0, device=one.ids.device)
-        given = {"input_ids": one.ids, "attention_mask": one.attention_mask, "logits_to_keep": kept}
-        logits = self.module.policy(**given, use_cache=False).logits
-        lowest = min([*self.rollouts.plan.sampling.temperatures, self.module.temperature])
-        size = logits.abs().amax(-1).float().mean() / lowest
-        vocabulary = self.module.policy.config.get_text_config().vocab_size
-        return max(3e-5, 8e-10 * vocabulary, 6 * float(noise), self.eps * (3 + float(size) / 4))
+    @cached_property
+    def bound(self) -> float:
+        """The bound in nats."""
+        return self.bounds[0]
 
     @property
     def eps(self) -> float:
@@ -310,11 +301,3 @@ class Probe:
     def moved(self, chosen: Mapping[str, Tensor], rows: TokenBatch, version: int) -> tuple[str, str]:
         """Return whether new values of parameters reach the engine: see `moved`."""
         return moved(self, chosen, rows, version)
-
-    def one_of_each_kind(self) -> dict[str, Tensor]:
-        """Return a trained parameter of each kind, from different layers: names without their numbers are kinds."""
-        kinds: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, p in self.module.policy.named_parameters():
-            if p.requires_grad:
-                kinds.setdefault(kind_of(name), []).append((name, p))
-        return dict(members[i % len(members)] for i, members in enumerate(kinds.values()))

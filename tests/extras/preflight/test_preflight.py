@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import EXAMPLES, compose_config
@@ -26,10 +27,10 @@ from grpo.env.types import Reward, SingleTurn, State, Trajectory
 from grpo.evaluation.evaluator import Evaluator
 from grpo.extras.demo.demo_model import SHIPPED
 from grpo.extras.forecast.parts import Part
-from grpo.extras.preflight import CHECKS, data, episodes, learning, sampling
+from grpo.extras.preflight import CHECKS, allowance, data, episodes, learning, rounding, sampling
 from grpo.extras.preflight import callback as preflight
 from grpo.extras.preflight import probe as probing
-from grpo.extras.preflight.allowance import Allowance
+from grpo.extras.preflight.allowance import Allowance, added_tokens
 from grpo.extras.preflight.checked import mean_gap
 from grpo.extras.preflight.plan import RunPlan, disk, duration, plan_of
 from grpo.extras.preflight.plan.disk import checkpoint_bytes
@@ -465,9 +466,86 @@ FAULTS = {  # and whether it is found in 16 bits, too
 def test_differences_of_another_temperature():
     """Log-probabilities that are 1 above their mean fall by 2 %, those that are 2 below rise by 4 %; then one is 1 % off that."""
     above = torch.tensor([1.0, 1.0, -2.0])
-    assert sampling.warmer(-0.02 * above, above) == pytest.approx((0.02, 0.0), abs=1e-9)
-    heat, error = sampling.warmer(-0.02 * above + torch.tensor([0.01, -0.01, 0.0]), above)
-    assert heat == pytest.approx(0.02) and error == pytest.approx((2e-4 / 3 / 6) ** 0.5)
+    apart = torch.arange(3)
+    assert sampling.warmer(-0.02 * above, above, apart) == pytest.approx((0.02, 0.0), abs=1e-9)
+    heat, error = sampling.warmer(-0.02 * above + torch.tensor([0.01, -0.01, 0.0]), above, apart)
+    # each of the first two has a sixth of the weight, so that the line is 5/6 as far from it as from the others' line
+    assert heat == pytest.approx(0.02) and error == pytest.approx(2**0.5 * 0.01 / (5 / 6) / 6)
+
+
+def test_one_rare_token_is_no_temperature():
+    """64 tokens agree, and one that is 6 below the mean has 36 of 52 parts of the weight: whatever its noise, it says nothing."""
+    above = torch.tensor([0.5, -0.5] * 32 + [-6.0])
+    noise = torch.tensor([0.0] * 64 + [0.3])
+    heat, error = sampling.warmer(noise, above, torch.arange(65))
+    assert heat == pytest.approx(0.3 * 6 / 52) and abs(heat) > sampling.HEAT
+    assert error == pytest.approx(heat, rel=0.1)
+
+
+def test_equal_beginnings_have_one_noise():
+    """All 16 samples of a group begin after the same tokens, with the same error: it counts as one, not as 16."""
+    above = torch.tensor([-0.7] * 16 + [0.5, -0.5] * 16)
+    noise = torch.tensor([0.1] * 16 + [0.01, 0.01] * 16)
+    alone = sampling.warmer(noise, above, torch.arange(48))
+    together = sampling.warmer(noise, above, torch.tensor([0] * 16 + [*range(1, 33)]))
+    assert alone[0] == together[0] > 6 * alone[1] and together[0] < 6 * together[1]
+
+
+def test_tokens_after_the_same_tokens_have_a_place():
+    """The second row begins as the first, and goes on otherwise; the third has another prompt."""
+    both = [((1, 2), (4, 5, 6)), ((1, 2), (4, 7, 6)), ((1, 3), (4,))]
+    turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
+    tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
+    assert sampling.beginnings(tokens).tolist() == [0, 1, 2, 0, 1, 3, 4]
+
+
+def test_log_odds_are_compared_where_the_policy_is_unsure():
+    """0.1 nats at a probability of 1/2 are 0.2 in log-odds, and 0.001 at 0.99 are 0.1; a sure token does not count."""
+    logprobs = torch.tensor([0.5, 0.99, 0.9999]).log()
+    assert rounding.odds(torch.tensor([0.1, -0.001, 1.0]), logprobs) == pytest.approx(0.15, rel=1e-4)
+    assert rounding.odds(torch.ones(1), torch.zeros(1)) == 0
+
+
+@pytest.mark.parametrize(("eps", "result"), [(2**-7, "FAIL"), (2**-23, "PASS")])
+def test_log_odds_show_what_sixteen_bits_hide_in_nats(eps, result):
+    """0.02 nats at a probability of 0.98 are within the bound in nats, and 1 in log-odds."""
+    ours, mask = torch.full((2, 5), 0.98).log(), torch.ones(2, 5, dtype=torch.bool)
+    tokens = SimpleNamespace(rollout_logprobs=ours + 0.02, mask=mask, sequences=lambda: [((1,), tuple(range(5)))] * 2)
+    probe = SimpleNamespace(compared=tokens, passed=(ours, -ours), bounds=(0.06, 0.25), eps=eps)
+    found = sampling.logprobs(probe)
+    assert found.result == result and ("1 in log-odds, bound 0.25" in found.compared) == (result == "FAIL")
+
+
+def test_rare_tokens_are_missing():
+    """None of 100 draws is the token that has a twentieth: a probability of 0.95 to the power of 100, at one of four cuts."""
+    drawn, shares = np.array([0] * 50 + [1] * 30 + [2] * 20), np.array([0.5, 0.3, 0.15, 0.05])
+    assert sampling.missing(drawn, shares) == pytest.approx(4 * 0.95**100)
+    assert sampling.missing(np.array([*drawn[:-5], *[3] * 5]), shares) > 1
+
+
+@pytest.mark.parametrize(("later", "result"), [(0.2, "PASS"), (1e-7, "FAIL")])
+def test_in_doubt_three_times_as_many_draws_decide(probe, monkeypatch, later, result):
+    asked, p_values = [], iter([0.005, later])
+    monkeypatch.setattr(sampling, "PATIENCE", 4.0)
+    monkeypatch.setattr(sampling, "drawn_in", lambda _, context, *rest: asked.append(rest) or [(5, -1.0)] * 30)
+    monkeypatch.setattr(sampling, "chances", lambda drawn, _: (2, next(p_values), 1.0))
+    found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+    assert found.result == result and found.compared.startswith("60 draws")
+    assert asked == [(4.0,), (12.0, 30)]
+
+
+def test_few_draws_show_a_filter(probe, monkeypatch):
+    """By chi-square alone, 500 draws do not tell that there is top_p=0.95."""
+    sample = probe.rollouts.engine.sample
+    assert len(probe.tokens)  # sampled before the fault is there
+    monkeypatch.setattr(sampling, "MOST_DRAWS", 500)
+    assert preflight.outcome(CHECKS["draws follow the probabilities"], probe).result == "PASS"
+    other = lambda prompts, sampling, *more: sample(prompts, replace(sampling, top_p=0.95), *more)  # noqa: E731
+    monkeypatch.setattr(probe.rollouts.engine, "sample", other)
+    found = preflight.outcome(CHECKS["draws follow the probabilities"], probe)
+    assert found.result == "FAIL" and found.compared.endswith(": rare tokens are missing")
+    monkeypatch.setattr(sampling, "missing", lambda *_: 1.0)
+    assert preflight.outcome(CHECKS["draws follow the probabilities"], probe).result == "PASS"
 
 
 @pytest.mark.slow
@@ -600,11 +678,16 @@ def test_something_random_in_the_policy(probe):
     assert found.result == "FAIL" and found.remedy == "something in the policy is random: set dropout to 0"
 
 
-def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch):
-    loss = type(probe.module.algorithm).loss
+@pytest.mark.parametrize(("seconds", "cuts"), [(0.0, [1, 3, 6, 1]), (1e9, [1, 2])])
+def test_a_loss_that_depends_on_its_microbatches(probe, monkeypatch, seconds, cuts):
+    """Also where the first gradient has taken so long that only one other is made, padded and in two pieces."""
+    loss, gradient_of, made = type(probe.module.algorithm).loss, learning.gradient_of, []
     wrong = lambda self, logprobs, *more: (loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
     monkeypatch.setattr(type(probe.module.algorithm), "loss", wrong)
+    monkeypatch.setattr(learning, "slowest", lambda _: seconds)
+    monkeypatch.setattr(learning, "gradient_of", lambda *given: made.append(given[2]) or gradient_of(*given))
     assert failed(probe) == {"the gradient ignores microbatches"}
+    assert made == cuts
 
 
 def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
@@ -869,6 +952,7 @@ def test_a_failure_stops_the_run_with_an_exit_code_of_its_own(smoke, tmp_path, c
 
 def test_the_time_of_the_checks_is_a_share_of_the_run():
     assert Allowance(100).seconds == 3  # nothing is known yet
+    assert Allowance(10, rollout=4.0, update=6.0).seconds == 10  # a rollout with its update, not 5 % of ten
     known = Allowance(100, rollout=2.0, update=1.0)
     assert known.seconds == pytest.approx(15)  # 5 % of 100 x 3 s
     known.begun -= 9
@@ -879,6 +963,65 @@ def test_the_time_of_the_checks_is_a_share_of_the_run():
     assert known.line({"the engine's start": 8.04, "b": 0.5}) == (
         "18.0 s, aimed at 15.0 s; the longest part: the engine's start, 8.0 s"
     )
+
+
+@pytest.mark.parametrize(("layout", "added"), [("shared_prompt", [5, 1, 4]), ("packed", [5, 4, 4])])
+def test_a_shared_prompt_passes_once(layout, added):
+    """Two answers, of 2 tokens and of 1, to a prompt of 3, and one of 2 to another of 2."""
+    both = [((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2), (4, 5))]
+    turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
+    tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
+    assert added_tokens(tokens, SimpleNamespace(layout=(layout, None))).tolist() == added
+
+
+def test_the_time_of_an_update_is_that_of_the_tokens_that_pass(probe, monkeypatch):
+    """Eight groups of 16 are there, and the answers of one group pass in a second: four times the tokens of 16 groups pass, each
+    prompt once. A plan of SmolLM2 had sevenfold times, because it multiplied rows with their prompts."""
+    sizes = [len(group[0].turns[0].prompt_ids) + sum(sample.length for sample in group) for group in probe.groups]
+    monkeypatch.setitem(probe.module.__dict__, "layout", ("shared_prompt", None))
+    probe.compared = probe.tokens.rows(slice(0, 4))
+    monkeypatch.setattr(probe, "trainer", lambda tokens: None)
+    monkeypatch.setattr(probing, "time", SimpleNamespace(perf_counter=iter([0.0, 1.0]).__next__))
+    assert probe.passed is None
+    assert probe.allowance.update == pytest.approx(4 * 16 / 8 * sum(sizes) / sizes[0])
+
+
+def test_a_slow_machine_keeps_the_time_that_it_aims_at(probe, monkeypatch):
+    """A clock that goes with the tokens that pass through the first layer, 20 ms each, and 0.2 s each time; backwards it takes
+    twice that. The engine takes 20 ms for each token that it reads or draws."""
+    now = [0.0]
+
+    def took(tokens: int, times: int = 1) -> None:
+        now[0] += times * (0.2 + 0.02 * tokens)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    for module in (probing, allowance, sampling, episodes, learning, preflight):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(sampling, "PATIENCE", 4.0)
+    monkeypatch.setattr(episodes, "PATIENCE", 4.0)
+    first, engine = probe.module.policy.model.layers[0], probe.rollouts.engine
+    hooks = [
+        first.register_forward_hook(lambda module, args, out: took(args[0].shape[:-1].numel())),
+        first.register_full_backward_hook(lambda module, grads, out: took(out[0].shape[:-1].numel(), 2)),
+    ]
+    sample = engine.sample
+
+    def sampled(prompts, sampling, seeds, done=None, **named):
+        completions = sample(prompts, sampling, seeds, done, **named)
+        took(sum(map(len, {*map(tuple, prompts)})) + sum(len(completion.ids) for completion in completions))
+        return completions
+
+    monkeypatch.setattr(engine, "sample", sampled)
+    slow = Probe(*parts_of(probe), allowance=Allowance(10, begun=0.0))
+    try:
+        assert failed(slow) == set()
+        plan_of(slow, Evaluator(Sampling(8), limit=10, every=0), [], [], timed=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    whole = slow.allowance.rollout + slow.allowance.update
+    assert slow.allowance.seconds == pytest.approx(whole) and whole > 10
+    assert now[0] < slow.allowance.seconds
 
 
 def test_a_rollout_by_the_seconds_of_two_pieces(probe):
