@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
