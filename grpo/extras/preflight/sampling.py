@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from grpo.extras.preflight.moved import one_of_each_kind
 from grpo.extras.preflight.probe import Probe
 from grpo.extras.preflight.rounding import odds
 from grpo.objectives.batch import TokenBatch
+from grpo.system import distributed
 from grpo.system.errors import plural
 
 FIRST_DRAWS, WANTED = 20, 100  # the first ones show the engine's speed; so many are enough
@@ -47,12 +49,14 @@ def logprobs(probe: Probe) -> Checked:
 def beginnings(tokens: TokenBatch) -> Tensor:
     """Return a number for each sampled token, [n], which those have in common that follow the same tokens: the first ones of a
     group do, so that rounding is the same for all of them."""
-    known: dict[tuple[int, ...], int] = {}
+    known: dict[tuple[Any, ...], int] = {}  # by what is before the last token, and that token
     numbers = []
     for (prompt, completion), sampled in zip(tokens.sequences(), tokens.mask.tolist(), strict=True):
-        befores = ((*prompt, *completion[:at]) for at, one in enumerate(sampled) if one)
-        numbers += [known.setdefault(before, len(known)) for before in befores]
-    return torch.tensor(numbers)
+        before = known.setdefault((prompt,), len(known))
+        for token, counts in zip(completion, sampled, strict=False):  # the mask is as wide as the longest
+            numbers += [before] * counts
+            before = known.setdefault((before, token), len(known))
+    return torch.tensor(numbers).unique(return_inverse=True)[1]
 
 
 def warmer(apart: Tensor, above: Tensor, places: Tensor) -> tuple[float, float]:
@@ -73,7 +77,7 @@ def warmer(apart: Tensor, above: Tensor, places: Tensor) -> tuple[float, float]:
 
 def draws(probe: Probe) -> Checked:
     """Draws follow the probabilities that the engine reports: Pearson's chi-square of at most MOST_DRAWS draws at one place. Nor
-    are tokens missing that are rare for the trainer, as with a filter. In DOUBT there are three times as many draws more.
+    are tokens missing that are rare for the trainer, as with a filter. If a device is in DOUBT, all go on three times as long.
 
     The place is the one with the highest entropy, where a filter, a penalty or another temperature changes most. An engine may
     read all tokens before it for each draw: where WANTED draws would take too long, these are the last ones, 8 at least.
@@ -82,13 +86,13 @@ def draws(probe: Probe) -> Checked:
     row, at = divmod(int(entropy.argmax()), entropy.shape[1])
     prompt, completion = tokens.sequences()[row]
     context, fit = [*prompt, *completion[:at]], int(patience / WANTED / probe.token_seconds)
-    shares = None
-    if min(context) >= 0:  # a picture has no parts
-        context = context[-max(8, fit) :]
-        shares = shares_after(probe, context)
+    sees = min(context) < 0
+    context = context if sees else context[-max(8, fit) :]  # a picture has no parts
+    shares = shares_after(probe, [token for token in context if token >= 0])  # each device passes once
+    shares = None if sees else shares
     drawn = drawn_in(probe, context, patience)
     bars, p_value, tail = chances(drawn, shares)
-    if bars > 1 and RARE <= min(p_value, tail) < DOUBT:
+    if any(distributed.all_gather([bars > 1 and RARE <= min(p_value, tail) < DOUBT])):
         drawn += drawn_in(probe, context, 3 * patience, len(drawn))
         bars, p_value, tail = chances(drawn, shares)
     total, kinds = len(drawn), len({token for token, _ in drawn})
