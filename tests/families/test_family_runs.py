@@ -14,6 +14,7 @@ LEFT_OUT = {"Nemotron-H": "[conv1d,out_proj]", "Llama 4, text": "[router]"}
 NAMES = ("Qwen 3", "Qwen 3 MoE", "Qwen 3.5, text", "gpt-oss", "DeepSeek V3", "Granite 4", "LFM 2", *LEFT_OUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_learns_and_its_policy_is_read_back(name, adapter, smoke, tmp_path, toy):

@@ -6,6 +6,7 @@ import pytest
 from helpers.recipes import GB, cell, chosen, names_engine, peaks, recipes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vllm", [False, True])
 @pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: " ".join(recipe.command))
 def test_a_recipe_fits_its_gpu_as_the_table_says(recipe, vllm):

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.skipif(not confinable(), reason="the platform cannot co
 
 
 def test_a_program_ends_there_as_it_ends_here():
-    run, short = run_in(THERE), ProgramLimits(seconds=1, output=8)
+    run = run_in(THERE)
     tests = UnitTests("assert f('\\udcff') == 1", ("f",))
     assert run("def f(x): return len(x)", tests=tests).ending == "passed"
     assert run("def f(x): return 0", tests=tests).ending == "failed"
-    assert run("while True: pass", short).ending == "timeout"
-    result = run("print(input() * 4)", short, stdin="éé")
+    assert run("while True: pass", ProgramLimits(seconds=1)).ending == "timeout"
+    result = run("print(input() * 4)", ProgramLimits(seconds=20, output=8), stdin="éé")
     assert (result.ending, result.stdout) == ("passed", "\ufffdééé\n") and result.confinement[-1] == "limits"
     verdict = code_verdict(ANSWERS[0], {"test_list": ROWS["test_list"][0]}, run=run)
     assert verdict.outcome == "right"
