@@ -7,6 +7,8 @@ from torch import Tensor
 
 from grpo.objectives.batch import TokenBatch
 
+COARSE = 1e-4  # a relative precision: number types of 16 bits have less
+
 
 @dataclass(frozen=True)
 class Checked:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo.extras.preflight.allowance import added_tokens, slowest
-from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
+from grpo.extras.preflight.checked import COARSE, Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.probe import Probe
 from grpo.models.gradient_checkpointing import recomputing
 from grpo.models.master_weights import in_float16
@@ -161,8 +161,9 @@ def objective(probe: Probe, tokens: TokenBatch) -> TokenBatch:
 
 
 def gradient_bound(probe: Probe) -> float:
-    """Return the relative difference of gradients that rounding explains."""
-    return max(1e-4, probe.eps**0.5)
+    """Return the relative difference of gradients that rounding explains. In bfloat16 rows of 32 tokens were up to 0.11 apart
+    in two layouts."""
+    return max(1e-4, (3 if probe.eps > COARSE else 1) * probe.eps**0.5)
 
 
 def gradient_of(probe: Probe, tokens: TokenBatch, pieces: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import binom, chi2
 from torch import Tensor
 
-from grpo.extras.preflight.checked import Checked, mean_gap, pass_or_fail
+from grpo.extras.preflight.checked import COARSE, Checked, mean_gap, pass_or_fail
 from grpo.extras.preflight.moved import one_of_each_kind
 from grpo.extras.preflight.probe import Probe
 from grpo.extras.preflight.rounding import odds
@@ -21,7 +21,6 @@ FIRST_DRAWS, WANTED = 20, 100  # the first ones show the engine's speed; so many
 DRAWS, MOST_DRAWS = 500, 2000  # at once, and in all
 PATIENCE = 4.0  # seconds, or a part of the checks' time: a slow engine draws only as often as it can meanwhile
 HEAT = 0.01  # a share by which temperatures may seem to differ
-COARSE = 1e-4  # a relative precision: number types of 16 bits have less
 CUTS = (0.8, 0.9, 0.95, 0.99)  # shares of the probability that a filter may leave
 RARE = 1e-6  # a p-value below it is a fault, not chance
 DOUBT = 0.01  # below it more draws decide

@@ -483,6 +483,11 @@ def test_one_rare_token_is_no_temperature():
     assert error == pytest.approx(heat, rel=0.1)
 
 
+@pytest.mark.parametrize(("eps", "bound"), [(2.0**-8, 3 / 16), (2.0**-14, 2.0**-7), (0.0, 1e-4)])
+def test_gradients_in_sixteen_bits_may_be_three_times_as_far_apart(eps, bound):
+    assert learning.gradient_bound(SimpleNamespace(eps=eps)) == bound
+
+
 def test_equal_beginnings_have_one_noise():
     """All 16 samples of a group begin after the same tokens, with the same error: it counts as one, not as 16."""
     above = torch.tensor([-0.7] * 16 + [0.5, -0.5] * 16)
