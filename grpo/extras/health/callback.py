@@ -63,7 +63,7 @@ class Health(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch: RolloutBatch, batch_idx: int) -> None:
         if batch.groups and module.algorithm.mask_truncated:
-            truncated = [sample.truncated for group in batch.groups for sample in group]
+            truncated = [sample.trajectory.truncated for group in batch.groups for sample in group]
             batch.metrics["rollout/filtered"] = sum(truncated) / len(truncated)
         intervals = {evaluation.rollout: evaluation.estimates["accuracy"][1:3] for evaluation in batch.evaluations}
         rows = {evaluation.rollout: evaluation.metrics for evaluation in batch.evaluations}

@@ -10,13 +10,16 @@ import lightning as L
 import pytest
 import torch
 from conftest import compose_config
+from helpers.runs import rows
 
+from grpo.env.scoring import UNKNOWN
+from grpo.env.types import Trajectory
 from grpo.evaluation.evaluator import Evaluation
 from grpo.evaluation.intervals import mean_interval
 from grpo.extras.health.callback import Health, untaught
 from grpo.extras.health.watch import warnings_of
 from grpo.objectives.trial import even_batch
-from grpo.rollout.types import Plan
+from grpo.rollout.types import Plan, Sample
 from grpo.system.errors import AlarmError, UserError
 from grpo.training.batch import RolloutBatch
 from grpo.training.callbacks.rollout import RolloutCallback
@@ -35,7 +38,8 @@ def said(
     module = SimpleNamespace(policy=torch.nn.Linear(2, 2), algorithm=SimpleNamespace(mask_truncated=masked))
     for rollout, metrics in enumerate(values):
         long = metrics.pop("long", 0)
-        group = [SimpleNamespace(truncated=number < long) for number in range(100)]
+        ends = ["truncated"] * long + ["answered"] * (100 - long)
+        group = [Sample({}, Trajectory((), end), (), UNKNOWN) for end in ends]
         batch = RolloutBatch(rollout, metrics=metrics, evaluations=list(evaluations), groups=[group])
         health.on_train_batch_end(trainer, module, {}, batch, 0)
     return [record.getMessage() for record in caplog.records]
@@ -335,6 +339,13 @@ class Poison(L.Callback):
             module.policy.model.norm.weight.data[0] = torch.nan
         elif module.updates == 1:
             next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = torch.inf
+
+
+def test_a_run_that_leaves_truncated_answers_out_has_their_share(smoke, tmp_path):
+    """A random model ends no answer."""
+    more = ("callbacks=[health,checkpoint]", "callbacks.health.ignore=[rollout/truncated]", "rollout.num_rollouts=1")
+    train(compose_config(*smoke(*more, "eval.every=0", "algo.mask_truncated=true")))
+    assert rows(tmp_path)[-1]["rollout/filtered"] == 1
 
 
 def test_filtered_answers_are_compared_with_the_first_entropy_that_is_known(caplog):
