@@ -455,7 +455,7 @@ def chat(*texts: str) -> list[list[dict[str, str]]]:
         (functions.longer, {"completions": ["a" * 250], "per": 500}, [0.5]),
         (functions.near_length, {"completions": ["a" * 23, "a" * 20]}, [-3.0, 0.0]),
         (functions.near_number, {"completions": ["9 - 7 = 2\n", "10. It is 5", "-2", "none", "<think>2</think>1,001.5"],
-                                 "gold": [2, "2", 2, 2, 2]}, [1.0, 0.25, 0.2, 0.0, 1 / 1000.5]),
+                                 "gold": [2, "2", 2, 2, "1,000"]}, [1.0, 0.25, 0.2, 0.0, 0.4]),
         (functions.unique_letters, {"completions": chat("banana", "")}, [3.0, 0.0]),
         (functions.format, {"completions": ["\\boxed{2}", "2", "\\boxed{?}"]}, [1.0, 0.0, 0.0]),
         (functions.think_answer, {"completions": chat("<think>1</think><answer>2</answer>", "<think>1<answer>2</answer>",

@@ -61,8 +61,8 @@ def near_number(completions: Completions, gold: Sequence[Any], **columns: Any) -
     """1 / (1 + |gold - the last number after any thought|): 1 if it is right, 0 without a number."""
     rewards = []
     for completion, right in zip(completions, gold, strict=True):
-        numbers = _numbers(completion)
-        rewards.append(1 / (1 + abs(float(right) - float(numbers[-1]))) if numbers else 0.0)
+        numbers, wanted = _numbers(completion), float(str(right).replace(",", ""))
+        rewards.append(1 / (1 + abs(wanted - float(numbers[-1]))) if numbers else 0.0)
     return rewards
 
 
