@@ -495,14 +495,16 @@ def test_equal_beginnings_have_one_noise():
     alone = sampling.warmer(noise, above, torch.arange(48))
     together = sampling.warmer(noise, above, torch.tensor([0] * 16 + [*range(1, 33)]))
     assert alone[0] == together[0] > 6 * alone[1] and together[0] < 6 * together[1]
+    # the 16 pull by 16 x 0.7 x (0.1 - 0.0707 x 0.7) and have 0.4949 of the weight of 15.84; the others add 0.0111 to the square
+    assert together[1] == pytest.approx((1.12**2 + 0.01115) ** 0.5 / 15.84, rel=1e-4)
 
 
 def test_tokens_after_the_same_tokens_have_a_place():
-    """The second row begins as the first, and goes on otherwise; the third has another prompt."""
-    both = [((1, 2), (4, 5, 6)), ((1, 2), (4, 7, 6)), ((1, 3), (4,))]
+    """The second row begins as the first, and goes on otherwise; the third has another prompt before the same token."""
+    both = [((1, 2), (4, 5, 6)), ((1, 2), (4, 7, 6)), ((1, 3), (4, 5))]
     turns = [probing.Turn(prompt, Completion(ids, (-1.0,) * len(ids), "stop")) for prompt, ids in both]
     tokens = collate([[Sample({}, Trajectory(()), (turn,), UNKNOWN) for turn in turns]])
-    assert sampling.beginnings(tokens).tolist() == [0, 1, 2, 0, 1, 3, 4]
+    assert sampling.beginnings(tokens).tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
 
 
 def test_log_odds_are_compared_where_the_policy_is_unsure():
