@@ -524,6 +524,17 @@ def test_log_odds_show_what_sixteen_bits_hide_in_nats(eps, result):
     assert found.result == result and ("1 in log-odds, bound 0.25" in found.compared) == (result == "FAIL")
 
 
+@pytest.mark.parametrize(("heat", "result"), [(0.02, "FAIL"), (0.002, "PASS")])
+def test_another_temperature_shows_within_the_bound(heat, result):
+    """Tokens half a nat above and below their mean: at 2 % more heat each is 0.01 nats off, which the bound of 0.06 allows."""
+    above = torch.tensor([[0.5, -0.5] * 5] * 2)
+    ours, mask = above - 1, torch.ones(2, 10, dtype=torch.bool)
+    rows_of = [((prompt,), tuple(range(10))) for prompt in (1, 2)]
+    tokens = SimpleNamespace(rollout_logprobs=ours - heat * above, mask=mask, sequences=lambda: rows_of)
+    probe = SimpleNamespace(compared=tokens, passed=(ours, torch.ones(2, 10)), bounds=(0.06, 0.25), eps=2**-23)
+    assert sampling.logprobs(probe).result == result
+
+
 def test_rare_tokens_are_missing():
     """None of 100 draws is the token that has a twentieth: a probability of 0.95 to the power of 100, at one of four cuts."""
     drawn, shares = np.array([0] * 50 + [1] * 30 + [2] * 20), np.array([0.5, 0.3, 0.15, 0.05])
