@@ -57,16 +57,8 @@ ANY = (  # a random model, whose answers end at one of these ids, and a reward t
     f"task=jsonl task.path={HERE}/rows.jsonl task.rewards={OURS}spread task.solved=0.5 max_tokens=24 optim.optimizer.lr=1e-4 "
     f"rollout.sampling.stop_ids={list(range(40, 80))} model=path model.path={HERE}/".replace(", ", ",")
 )
-NEED_MORE = [
-    "echo",
-    "gkd",
-    "iw_opd",
-    "mopd",
-    "opd",
-    "opd_discounted",
-    "topd",
-    "vopd",
-]  # a teacher's model, or texts of tools
+# algorithms that need a teacher's model, or texts of tools
+NEED_MORE = ["echo", "gkd", "iw_opd", "mopd", "opd", "opd_discounted", "topd", "vopd"]
 LATER = "algo.num_minibatches=2 algo.num_epochs=2"
 CACHE = "engine.args.kv_cache_memory_bytes=67108864"
 LEARN, END, GOLD = "there is something to learn", "prompts differ, answers end", "gold answers are right"

@@ -28,8 +28,8 @@ BUDGET = {
     "extras/early_stopping": 3, "extras/export": 4, "extras/float32_head": 5,
     "extras/grading": 5, "extras/images": 14, "extras/judges": 4, "extras/forecast": 7, "extras/kernels": 8, "extras/launch": 10,
     "extras/network": 3, "extras/state_layers": 5,
-    "extras/losses": 3, "extras/migration": 7, "extras/optimizers": 3, "extras/preflight": 12, "extras/programs": 24,
-    "extras/quantized": 3, "extras/report": 9, "extras/scores": 4, "extras/selection": 3, "extras/serve": 19,
+    "extras/losses": 3, "extras/migration": 7, "extras/optimizers": 3, "extras/preflight": 12, "extras/programs": 10,
+    "extras/quantized": 3, "extras/report": 3, "extras/scores": 4, "extras/selection": 3, "extras/serve": 19,
     "extras/shared_weights": 3, "extras/sources": 3, "extras/sweep": 6, "extras/teachers": 27, "extras/tools": 8,
     "extras/trackers": 7, "extras/vllm_server": 8, "extras/workers": 4,
 }  # fmt: skip

@@ -61,8 +61,10 @@ class Endpoint:
 
         with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}/v1"
-            server.shutdown()
+            try:
+                yield f"http://127.0.0.1:{server.server_port}/v1"
+            finally:
+                server.shutdown()  # else its thread polls a closed socket as fast as it can
 
 
 def judged(script, texts, example=(), **settings):
