@@ -170,7 +170,8 @@ def test_its_thread_ends_with_the_run_and_another_run_has_one_again(toy, toy_mod
     with Scorer() as server:
         teacher, rollouts = served(toy, toy_model, server), rollouts_of(None)
         teacher.extended(collate(GROUPS), PLAYED, rollouts)
-        server.routes[SCORES] = lambda body: open_again.wait(60) and (None, None)  # then it hangs up, and counts nothing
+        # it hangs up then, and counts nothing
+        server.routes[SCORES] = lambda body: open_again.wait(60) and (None, None)
         teacher.early.hear((1,), (2,))
         [(_, future)] = teacher.early.asked.values()
         assert threads_that_ask() == before + 1
