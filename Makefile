@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-FORKS ?= 4 # processes of tests: more than there are cores, since many tests wait for programs
+FORKS ?= 5 # processes of tests: more than there are cores, since many tests wait for programs
 TESTS ?= # folders or files; all by default
 PYTEST_ARGS ?= # such as --again or --costs=FILE
 BUDGET ?= # --budget: fail if a room of tests takes more CPU seconds than it may

@@ -239,7 +239,8 @@ def run_grpo(folder: Path, case: Case, cycles: Cycles) -> None:
     from grpo.training.module import GRPOModule
     from train import train
 
-    memory.reset_peak = lambda device: None  # the peak of the whole run is measured here
+    # the peak of the whole run is measured here
+    memory.reset_peak = lambda device: memory.give_back(memory.KEPT)
 
     def live(args, _) -> dict:
         return {"live": sum(advantage != 0 for group in args[1].advantages for advantage in group)}
