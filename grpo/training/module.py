@@ -19,7 +19,7 @@ from grpo.models.temperature import at_half_of_it
 from grpo.objectives.algorithm import Algorithm
 from grpo.objectives.batch import TokenBatch
 from grpo.objectives.entropy import EntropyController
-from grpo.system import distributed
+from grpo.system import distributed, memory
 from grpo.system.distributed import is_sharded, one_pass
 from grpo.system.seeds import SHUFFLE, derive_seed
 from grpo.training.batch import RolloutBatch
@@ -190,6 +190,7 @@ class GRPOModule(UpdateRows):
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             # not divided by the number of microbatches: the weights in the loss are shares of the whole update
             self.manual_backward(self.scale.scaled(loss, self.policy))
+        memory.give_back(memory.KEPT)
 
     def step(self, minibatch: TokenBatch, means: Means) -> bool:
         """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""

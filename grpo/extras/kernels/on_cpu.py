@@ -1,7 +1,8 @@
 """A Llama's norms, attention and gated MLPs on a CPU, with gradients by hand: three calls of autograd for each layer.
 
 oneDNN makes the products of rows with a matrix a tenth faster than MKL. Element-wise work is done for a few rows at a time,
-which stay in a core's cache. Autograd keeps the input of a norm and of a block, gate and up: half of what it keeps by itself.
+which stay in a core's cache. Autograd keeps the input of a norm, gate and up: four tenths of what it keeps by itself. A norm's
+output is made again.
 
 Shapes: T tokens in one row, W width of the model, H heads and K key heads of D numbers, I inner width.
 """
@@ -51,6 +52,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     return out
 
 
+def scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Return weight scale x, the output of a norm. x: [T, W]; scale: [T, 1]; weight: [W]."""
+    out = torch.empty_like(x)
+    for at in cached_rows(x):
+        torch.mul(x[at], scale[at], out=out[at]).mul_(weight)
+    return out
+
+
+def again(x: Tensor, *scale_and_weight: Tensor) -> Tensor:
+    """Return the input of a block, [T, W], from what it has kept."""
+    return scaled(x, *scale_and_weight) if scale_and_weight else x
+
+
 class Projection(Function):
     """x @ weight.T."""
 
@@ -67,11 +81,14 @@ class Projection(Function):
 
 
 class Queries(Function):
-    """Rotated queries [1, H, T, D] and keys [1, K, T, D], and values."""
+    """Rotated queries [1, H, T, D] and keys [1, K, T, D], and values. made_of: what `scaled` makes x of, if it does; a norm
+    keeps that anyway."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, q, k, v, cos, sin)
+    def forward(
+        ctx, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *made_of: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(q, k, v, cos, sin, *made_of or [x])
         query, key, value = (projected(x, weight).view(len(x), -1, cos.shape[1]) for weight in (q, k, v))
         made = rotated(query, cos, sin), rotated(key, cos, sin), value
         return tuple(each.transpose(0, 1)[None] for each in made)
@@ -79,31 +96,31 @@ class Queries(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *of_each: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights, cos, sin = ctx.saved_tensors
+        *weights, cos, sin = ctx.saved_tensors[:5]
+        x = again(*ctx.saved_tensors[5:])
         query, key, value = (gradient[0].transpose(0, 1) for gradient in of_each)
         before = rotated(query, cos, sin, -1), rotated(key, cos, sin, -1), value
         before = [gradient.reshape(len(x), -1) for gradient in before]
         of_x = projected(before[0], weights[0].T)
         for gradient, weight in zip(before[1:], weights[1:], strict=True):
             of_x.addmm_(gradient, weight)
-        return of_x, *(gradient.T @ x for gradient in before), None, None
+        return of_x, *(gradient.T @ x for gradient in before), *[None] * 5
 
 
 class Norm(Function):
-    """weight x / sqrt(mean(x^2) + eps)."""
+    """weight x scale, where scale = 1 / sqrt(mean(x^2) + eps), and the scale, [T, 1], which is a number to the gradient of
+    what reads it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
-        for at in cached_rows(x):
-            scale[at] = x[at].pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-            torch.mul(x[at], scale[at], out=out[at]).mul_(weight)
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        scale = torch.cat([x[at].pow(2).mean(-1, keepdim=True) for at in cached_rows(x)]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return out
+        ctx.mark_non_differentiable(scale)
+        return scaled(x, scale, weight), scale
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, of_out: Tensor, _) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
         for at in cached_rows(x):
@@ -115,21 +132,21 @@ class Norm(Function):
 
 
 class GatedMLP(Function):
-    """down(silu(gate(x)) up(x))."""
+    """down(silu(gate(x)) up(x)). made_of: as in `Queries`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *made_of: Tensor) -> Tensor:
         g, u = projected(x, gate), projected(x, up)  # [T, I]
         inner = torch.empty_like(g)
         for at in cached_rows(g):
             torch.mul(F.silu(g[at]), u[at], out=inner[at])
-        ctx.save_for_backward(x, gate, up, down, g, u)
+        ctx.save_for_backward(gate, up, down, g, u, *made_of or [x])
         return projected(inner, down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, of_out: Tensor) -> tuple[Tensor, ...]:
-        x, gate, up, down, g, u = ctx.saved_tensors
+        gate, up, down, g, u, *source = ctx.saved_tensors
         of_u = projected(of_out, down.T)  # of the product, until it is multiplied by the gate
         of_g, inner = torch.empty_like(g), torch.empty_like(g)
         for at in cached_rows(g):
@@ -137,8 +154,8 @@ class GatedMLP(Function):
             torch.mul(opened, u[at], out=inner[at])
             torch.ops.aten.silu_backward.grad_input(of_u[at] * u[at], g[at], grad_input=of_g[at])
             of_u[at].mul_(opened)
-        of_down = of_out.T @ inner
-        return projected(of_g, gate.T).addmm_(of_u, up), of_g.T @ x, of_u.T @ x, of_down
+        of_down, x = of_out.T @ inner, again(*source)
+        return projected(of_g, gate.T).addmm_(of_u, up), of_g.T @ x, of_u.T @ x, of_down, *[None] * 3
 
 
 def is_one_row(x: Tensor) -> bool:
@@ -146,11 +163,23 @@ def is_one_row(x: Tensor) -> bool:
     return len(x) == 1 and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
+def made_of(x: Tensor) -> tuple[Tensor, ...]:
+    """Return what `scaled` makes these states of, if `OwnNorm` has made them and nothing has changed them since."""
+    parts, version = getattr(x, "made_of", ((), None))
+    return parts if parts and x._version == version else ()
+
+
 class OwnNorm(LlamaRMSNorm):
     """A norm that computes one row of tokens by `Norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Norm.apply(x[0], self.weight, self.variance_epsilon)[None] if is_one_row(x) else super().forward(x)
+        if not is_one_row(x):
+            return super().forward(x)
+        out, scale = Norm.apply(x[0], self.weight, self.variance_epsilon)
+        out = out[None]
+        if torch.is_grad_enabled():
+            out.made_of = (x[0].detach(), scale, self.weight.detach()), out._version
+        return out
 
 
 class OwnMLP(LlamaMLP):
@@ -158,7 +187,7 @@ class OwnMLP(LlamaMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return GatedMLP.apply(x[0], *weights)[None] if is_one_row(x) else super().forward(x)
+        return GatedMLP.apply(x[0], *weights, *made_of(x))[None] if is_one_row(x) else super().forward(x)
 
 
 class OwnAttention(LlamaAttention):
@@ -168,7 +197,9 @@ class OwnAttention(LlamaAttention):
         if past_key_values is not None or not is_one_row(hidden_states):
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         weights = (getattr(self, f"{name}_proj").weight for name in "qkv")
-        made = Queries.apply(hidden_states[0], *weights, *(table[0] for table in position_embeddings))
+        made = Queries.apply(
+            hidden_states[0], *weights, *(table[0] for table in position_embeddings), *made_of(hidden_states)
+        )
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, shares = attend(self, *made, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return Projection.apply(out[0].flatten(1), self.o_proj.weight)[None], shares

@@ -35,7 +35,7 @@ CASES = {
     "product": (Projection.apply, F.linear, [(T, 6), (8, 6)], []),
     "queries": (Queries.apply, plain_queries, [(T, 6), (8, 6), (4, 6), (4, 6)], TABLES),
     "norm": (
-        Norm.apply,
+        lambda *given: Norm.apply(*given)[0],
         lambda x, weight, eps: weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt(),
         [(T, 6), (6,)],
         [0.1],
@@ -100,7 +100,7 @@ def test_a_model_has_the_same_gradients(monkeypatch):
         assert (of_own[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
     assert is_plain_llama(model)  # the built-in engine still computes it by itself
     ids = torch.arange(5)[None]
-    with torch.no_grad():  # transformers' own cache still holds what was read
+    with torch.inference_mode():  # transformers' own cache still holds what was read
         kept = model(ids[:, :4], use_cache=True).past_key_values
         stepped = model(ids[:, 4:], past_key_values=kept).logits[0, -1]
         torch.testing.assert_close(stepped, model(ids).logits[0, -1], atol=1e-5, rtol=0)
