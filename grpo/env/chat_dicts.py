@@ -20,9 +20,7 @@ def called(count: int) -> list[Message]:
 
 
 def as_dicts(
-    messages: Sequence[Message],
-    way: Callable[[Written], Written] | None = None,
-    how: Mapping[str, bool] | None = None,
+    messages: Sequence[Message], way: Callable[[Written], Written] | None = None, how: Mapping[str, bool] | None = None
 ) -> list[Written]:
     """Return messages in the form that chat templates take. A call whose id is not nine letters or digits, as
     Mistral's templates want it, gets one made of its place. An answer gets the id of its call.

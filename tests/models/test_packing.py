@@ -228,9 +228,14 @@ def test_a_wrong_layout_or_size_is_one_line():
 
 
 @pytest.mark.parametrize("entropies", [False, True])
-@pytest.mark.parametrize("size", [3, 100])
-def test_the_gradients_of_the_head_are_those_of_autograd(monkeypatch, size, entropies):
-    """Ten tokens in one chunk, whose logits are kept, or in chunks of three, which are computed again."""
+@pytest.mark.parametrize(("size", "large"), [(3, False), (100, False), (3, True)])
+def test_the_gradients_of_the_head_are_those_of_autograd(monkeypatch, size, large, entropies):
+    """Ten tokens in one chunk, whose logits are kept, or in chunks of three, which are computed again. A large head is
+    multiplied by oneDNN: four chunks, forward, again and for the gradient of the states; a small one as ever, to the bit."""
+    calls, onednn = [], torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *given: (calls.append(1), onednn(*given))[1])
+    if large:
+        monkeypatch.setattr(head, "LARGE", 0)
     torch.manual_seed(0)
     model = model_of("llama")
     monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", size * 97)
@@ -247,6 +252,7 @@ def test_the_gradients_of_the_head_are_those_of_autograd(monkeypatch, size, entr
     assert got[1].requires_grad == entropies
     torch.testing.assert_close(got, exact, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(gradients(got), gradients(exact), atol=1e-5, rtol=1e-4)
+    assert len(calls) == 12 * large * head.ONEDNN
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

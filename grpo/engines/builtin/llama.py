@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM
 
 from grpo.engines.builtin.kv_cache import KVCache
-from grpo.models.head import is_one_matrix
+from grpo.models.head import ONEDNN, is_one_matrix
 from grpo.models.packed_attention import AttentionPlan, How
 
 SMALL = 1 << 24  # parameters of a model whose matrices are not packed
@@ -44,8 +44,7 @@ def is_plain_llama(model: nn.Module) -> bool:
 
 def is_packed(model: nn.Module) -> bool:
     """Return whether `LlamaCache` copies the matrices of this model in oneDNN's form."""
-    large = sum(p.numel() for p in model.parameters()) > SMALL and is_plain_llama(model)
-    return large and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return ONEDNN and sum(p.numel() for p in model.parameters()) > SMALL and is_plain_llama(model)
 
 
 class LlamaCache(KVCache):

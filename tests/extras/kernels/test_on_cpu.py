@@ -93,8 +93,7 @@ def test_a_model_has_the_same_gradients(monkeypatch):
     calls, projected = [], on_cpu.projected
     monkeypatch.setattr(on_cpu, "projected", lambda x, weight: (calls.append(weight.shape), projected(x, weight))[1])
     own, of_own = passed(model)
-    # in each layer q, k, v, o, gate, up, down, and six of these backwards: those of k, v and up are added to others
-    assert len(calls) == 3 * (7 + 4)
+    assert len(calls) == 3 * 7 * 3  # in each layer q, k, v, o, gate, up, down, and the gradients of both factors
     assert (own - logprobs).abs().max() < 1e-5
     for name, gradient in gradients.items():
         assert (of_own[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
@@ -104,6 +103,29 @@ def test_a_model_has_the_same_gradients(monkeypatch):
         kept = model(ids[:, :4], use_cache=True).past_key_values
         stepped = model(ids[:, 4:], past_key_values=kept).logits[0, -1]
         torch.testing.assert_close(stepped, model(ids).logits[0, -1], atol=1e-5, rtol=0)
+
+
+def test_a_norms_output_is_not_kept_unless_something_changes_it(monkeypatch):
+    """Three tensors of 16 tokens, 24 wide, in a layer: the states before both norms, and what is attended. A hook that halves
+    a norm's output in place is seen by the gradients."""
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    model, kept = llama(), []
+    assert use_own(model, "auto")
+    ids = torch.arange(16)[None]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        model.model(ids, use_cache=False)
+    places = {tensor.data_ptr() for tensor in kept if tensor.shape == (16, 24)}
+    assert len(places) == 3 * 3 + 1  # and those before the last norm
+    layer = model.model.layers[1]
+    layer.input_layernorm.register_forward_hook(lambda module, given, made: made.mul_(0.5))
+    exact = llama()
+    exact.load_state_dict(model.state_dict())
+    exact.model.layers[1].input_layernorm.register_forward_hook(lambda module, given, made: made * 0.5)
+    for each in (model, exact):
+        each.zero_grad()
+        each(ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() <= 1e-5 * q.grad.abs().max(), name
 
 
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
