@@ -190,7 +190,8 @@ class GRPOModule(UpdateRows):
         with nullcontext() if exchanged else self.trainer.strategy.block_backward_sync():
             # not divided by the number of microbatches: the weights in the loss are shares of the whole update
             self.manual_backward(self.scale.scaled(loss, self.policy))
-        memory.give_back(memory.KEPT)
+        if self.device.type == "cpu":
+            memory.give_back(memory.KEPT)
 
     def step(self, minibatch: TokenBatch, means: Means) -> bool:
         """Clip the gradient, then step the optimizer and the schedule. Returns False if the gradient is not finite: no step."""

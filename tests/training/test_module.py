@@ -62,10 +62,14 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
             torch.testing.assert_close(entropy[row, :n], exact, atol=1e-4, rtol=0)
 
 
-def test_the_second_pass_compares_each_row_with_what_it_was_in_the_first(toy):
-    """At a rate of 0 the policy stays, so no ratio differs from 1, in microbatches of one row too."""
+def test_the_second_pass_compares_each_row_with_what_it_was_in_the_first(toy, monkeypatch):
+    """At a rate of 0 the policy stays, so no ratio differs from 1, in microbatches of one row too. What each of them has freed
+    goes back to the system, if it is much."""
+    freed = []
+    monkeypatch.setattr(training.memory, "give_back", freed.append)
     _, metrics = trained(fresh(toy), max_tokens_per_microbatch=1, num_epochs=2, lr=0.0)
     assert metrics["loss/approx_kl"] == pytest.approx(0, abs=1e-6) and metrics["loss/clip_fraction_low"] == 0
+    assert freed == 2 * sum(map(len, GROUPS)) * [training.memory.KEPT]
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
