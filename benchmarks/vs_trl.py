@@ -339,9 +339,9 @@ class Side:
 
 
 def floor(case: Case, folder: str, record: dict) -> tuple[float, float]:
-    """Return the operations of a cycle that computes nothing twice, and how many this machine now does in a CPU second: float32
-    products in the shapes of a layer, on one thread. A row without an advantage is not learned from."""
-    from shapes import forward_flops, matrix_shapes
+    """Return the operations of a cycle that computes nothing twice, and how many this machine now does in a CPU second, on one
+    thread. A row without an advantage is not learned from."""
+    from shapes import forward_flops, operations_in_a_second
     from transformers import AutoConfig
 
     config, lengths = AutoConfig.from_pretrained(folder), record["lengths"]
@@ -349,14 +349,7 @@ def floor(case: Case, folder: str, record: dict) -> tuple[float, float]:
     passes = 1 + record["live"] / len(lengths) * (3 * case.mu + (case.beta > 0))
     work = forward_flops(config, groups) * passes
     torch.set_num_threads(1)
-    pairs = [(torch.randn(1024, a), torch.randn(a, b)) for a, b in matrix_shapes(config)]
-    seconds = []
-    for _ in range(50):
-        begun = time.process_time()
-        for a, b in pairs:
-            torch.mm(a, b)
-        seconds.append(time.process_time() - begun)
-    return work, sum(2 * a.numel() * b.shape[1] for a, b in pairs) / median(seconds)
+    return work, operations_in_a_second(config)
 
 
 def compare(name: str, cycles: int) -> dict:

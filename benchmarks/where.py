@@ -3,7 +3,7 @@
     python benchmarks/where.py [--cases sums essays] [--prompts 2] [--kernels auto]        # needs `make smollm`
 
 Random tokens, groups of 8, every answer as long as it may be, microbatches of 2048 tokens. The floor is the arithmetic of
-`shapes.forward_flops`, three times for the update, at the speed of products of 1024 rows. `rest` is Python and memory. The case
+`shapes.forward_flops`, three times for the update, at `shapes.operations_in_a_second`. `rest` is Python and memory. The case
 `long` is left out by default: the profiler needs more than 16 GB for its 512 steps.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shapes import batch_of, forward_flops, matrix_shapes
+from shapes import batch_of, forward_flops, operations_in_a_second
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
@@ -54,17 +54,6 @@ PARTS = {
 
 def part_of(name: str) -> str:
     return next((part for part, words in PARTS.items() if any(word in name for word in words)), "rest")
-
-
-def raw(model: torch.nn.Module) -> float:
-    """Return operations in a CPU second of products of 1024 rows in the shapes of a layer."""
-    pairs, seconds = [(torch.randn(1024, a), torch.randn(a, b)) for a, b in matrix_shapes(model.config)], []
-    for _ in range(9):
-        begun = time.process_time()
-        for a, b in pairs:
-            torch.mm(a, b)
-        seconds.append(time.process_time() - begun)
-    return sum(2 * a.numel() * b.shape[1] for a, b in pairs) / sorted(seconds)[4]
 
 
 def main() -> None:
@@ -110,7 +99,7 @@ def main() -> None:
             for event in found.key_averages():
                 shares[part_of(event.key)] += event.self_cpu_time_total / 1e6 / wall
             shares["rest"] = 1 - sum(shares[part] for part in PARTS)
-            floor = times * forward_flops(model.config, groups) / raw(model)
+            floor = times * forward_flops(model.config, groups) / operations_in_a_second(model.config)
             cells = "".join(f"{shares[part] * cpu:14.2f}" for part in (*PARTS, "rest"))
             print(f"{case:8s}{name:8s}{cpu:8.2f}{floor:8.2f}{cells}", flush=True)
 
