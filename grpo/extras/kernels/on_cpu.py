@@ -26,12 +26,19 @@ from grpo.models.pretrained import Kernels
 from grpo.models.trusted import objection
 
 log = logging.getLogger(__name__)
+# what autocast may choose, if the processor has its products
+BFLOAT16 = torch.bfloat16 if ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
 CACHED = 1 << 16  # numbers of a tensor that are computed at a time: a quarter of a megabyte
 
 
 def projected(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, [T, out]. x: [T, in]; weight: [out, in]."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    """Return x @ weight.T, [T, out], in the number type of x. x: [T, in]; weight: [out, in]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight.to(x.dtype), None, "none", [], "")
+
+
+def lowered(x: Tensor) -> Tensor:
+    """Return x in the number type of products, which autocast may choose."""
+    return x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
 
 
 def cached_rows(x: Tensor) -> list[slice]:
@@ -44,8 +51,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     """Return x with rotary embeddings, [T, heads, D]; sign -1 rotates back. cos, sin: [T, D], whose halves are equal."""
     out, half = x.new_empty(x.shape), x.shape[-1] // 2
     for at in cached_rows(x):
-        c, s, a, y = cos[at, None], sin[at, None, :half], x[at], torch.empty_like(out[at])
-        torch.mul(a, c, out=y)
+        c, s, a = cos[at, None], sin[at, None, :half], x[at].float()
+        y = a * c
         y[..., :half].addcmul_(a[..., half:], s, value=-sign)
         y[..., half:].addcmul_(a[..., :half], s, value=sign)
         out[at] = y
@@ -77,7 +84,7 @@ class Projection(Function):
     @once_differentiable
     def backward(ctx, of_out: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return projected(of_out, weight.T), projected(of_out.T, x.T)
+        return projected(of_out, weight.T), projected(of_out.T, x.T).to(weight.dtype)
 
 
 class Queries(Function):
@@ -89,7 +96,8 @@ class Queries(Function):
         ctx, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *made_of: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(q, k, v, cos, sin, *made_of or [x])
-        query, key, value = (projected(x, weight).view(len(x), -1, cos.shape[1]) for weight in (q, k, v))
+        low = lowered(x)
+        query, key, value = (projected(low, weight).view(len(x), -1, cos.shape[1]) for weight in (q, k, v))
         made = rotated(query, cos, sin), rotated(key, cos, sin), value
         return tuple(each.transpose(0, 1)[None] for each in made)
 
@@ -97,14 +105,14 @@ class Queries(Function):
     @once_differentiable
     def backward(ctx, *of_each: Tensor) -> tuple[Tensor | None, ...]:
         *weights, cos, sin = ctx.saved_tensors[:5]
-        x = again(*ctx.saved_tensors[5:])
+        x = again(*ctx.saved_tensors[5:]).to(of_each[0].dtype)
         query, key, value = (gradient[0].transpose(0, 1) for gradient in of_each)
         before = rotated(query, cos, sin, -1), rotated(key, cos, sin, -1), value
         before = [gradient.reshape(len(x), -1) for gradient in before]
         of_x = projected(before[0], weights[0].T)
         for gradient, weight in zip(before[1:], weights[1:], strict=True):
             of_x += projected(gradient, weight.T)
-        return of_x, *(projected(gradient.T, x.T) for gradient in before), *[None] * 5
+        return tuple(of.to(cos.dtype) for of in (of_x, *(projected(of.T, x.T) for of in before))) + 5 * (None,)
 
 
 class Norm(Function):
@@ -136,7 +144,8 @@ class GatedMLP(Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *made_of: Tensor) -> Tensor:
-        g, u = projected(x, gate), projected(x, up)  # [T, I]
+        low = lowered(x)
+        g, u = projected(low, gate), projected(low, up)  # [T, I]
         inner = torch.empty_like(g)
         for at in cached_rows(g):
             torch.mul(F.silu(g[at]), u[at], out=inner[at])
@@ -154,14 +163,20 @@ class GatedMLP(Function):
             torch.mul(opened, u[at], out=inner[at])
             torch.ops.aten.silu_backward.grad_input(of_u[at] * u[at], g[at], grad_input=of_g[at])
             of_u[at].mul_(opened)
-        x, of_down = again(*source), projected(of_out.T, inner.T)
+        x = again(*source).to(g.dtype)
         of_x = projected(of_g, gate.T).add_(projected(of_u, up.T))
-        return of_x, projected(of_g.T, x.T), projected(of_u.T, x.T), of_down, *[None] * 3
+        of_weights = projected(of_g.T, x.T), projected(of_u.T, x.T), projected(of_out.T, inner.T)
+        return of_x.to(up.dtype), *(each.to(up.dtype) for each in of_weights), *[None] * 3
+
+
+def takes_autocast() -> bool:
+    """Return whether these layers compute with the number type that autocast has chosen, if it has."""
+    return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") == BFLOAT16
 
 
 def is_one_row(x: Tensor) -> bool:
     """Return whether these states, [1, T, W], are computed here."""
-    return len(x) == 1 and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return len(x) == 1 and x.dtype == torch.float32 and x.device.type == "cpu" and takes_autocast()
 
 
 def made_of(x: Tensor) -> tuple[Tensor, ...]:
@@ -217,7 +232,7 @@ def use_own(model: nn.Module, wanted: Kernels) -> bool:
     fits = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()) and changed
     fits = fits and sum(p.numel() for p in model.parameters()) > SMALL and all(map(is_one_matrix, linear))
     silu = getattr(model.config, "hidden_act", None) == "silu"
-    if wanted == "none" or not fits or not silu or not ONEDNN or torch.is_autocast_enabled("cpu"):
+    if wanted == "none" or not fits or not silu or not ONEDNN or not takes_autocast():
         return False
     exact = embedding_gradient(model, "shared_prompt", None)
     before = [type(module) for module in changed]

@@ -105,6 +105,28 @@ def test_a_model_has_the_same_gradients(monkeypatch):
         torch.testing.assert_close(stepped, model(ids).logits[0, -1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.skipif(on_cpu.BFLOAT16 is None, reason="this processor has no products in bfloat16")
+def test_under_autocast_products_are_in_bfloat16(monkeypatch):
+    """Weights and their gradients are in float32, which are as near to those without autocast as with transformers' layers."""
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    model = llama()
+    _, exact = passed(model)
+    dtypes, projected = [], on_cpu.projected
+    monkeypatch.setattr(on_cpu, "projected", lambda x, weight: (dtypes.append(x.dtype), projected(x, weight))[1])
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(passed(model))
+        assert not dtypes and use_own(model, "auto")
+        dtypes.clear()
+        found.append(passed(model))
+    assert dtypes == 3 * 7 * 3 * [torch.bfloat16]
+    (logprobs, theirs), (own, ours) = found
+    assert (own - logprobs).abs().max() < 0.05
+    for name, gradient in exact.items():
+        errors = [float((given[name] - gradient).norm() / gradient.norm()) for given in (ours, theirs)]
+        assert ours[name].dtype == torch.float32 and errors[0] <= max(1.5 * errors[1], 0.01), (name, errors)
+
+
 def test_a_norms_output_is_not_kept_unless_something_changes_it(monkeypatch):
     """Three tensors of 16 tokens, 24 wide, in a layer: the states before both norms, and what is attended. A hook that halves
     a norm's output in place is seen by the gradients."""
@@ -144,7 +166,10 @@ def test_what_differs_keeps_its_layers(monkeypatch, caplog):
     monkeypatch.setattr(on_cpu, "SMALL", 0)
     assert not use_own(llama(mlp_bias=True), "auto") and not use_own(llama(hidden_act="gelu"), "auto")
     assert not use_own(llama().to(torch.bfloat16), "auto")
-    with torch.autocast("cpu", torch.bfloat16):  # they would leave the pass to transformers' layers
+    with torch.autocast("cpu", torch.float16):
+        assert not use_own(llama(), "auto")
+    monkeypatch.setattr(on_cpu, "BFLOAT16", None)  # a processor without such products
+    with torch.autocast("cpu", torch.bfloat16):
         assert not use_own(llama(), "auto")
     model = llama()
     monkeypatch.setattr(on_cpu, "projected", lambda x, weight: 1.1 * F.linear(x, weight))
