@@ -326,10 +326,10 @@ def test_a_policy_that_lends_older_weights_to_the_engine_gets_its_own_back():
 def test_a_checkpoint_has_the_weights_of_the_rollout_in_play():
     """With ahead=2 rollout 3 has version 1, and rollout 4 version 2."""
     chain = chain_of(2)
-    chain.copies, chain.version = {version: torch.nn.Linear(1, 1) for version in (0, 1, 2)}, 3
+    chain.copies, chain.version, chain.stopped = {version: torch.nn.Linear(1, 1) for version in (0, 1, 2)}, 3, True
     chain._take(3)
     assert chain.engine.version == 1 and [*chain.copies] == [1, 2]
-    assert [version for version, _ in chain._older(0)] == [1, 2]
+    assert [version for version, _ in chain.state_dict()["ahead"]["weights"]] == [1, 2]
 
 
 def test_a_checkpoint_has_what_was_handed_over_and_the_states_before_the_rollout_in_play():
