@@ -122,6 +122,17 @@ def same(folder, straight, *tables: str) -> None:
         assert getattr(Run(folder), table)().equals(getattr(Run(straight), table)())
 
 
+def test_a_stop_iteration_is_an_error():
+    """Lightning's loop would take it for its own end."""
+    last = L.Callback()
+
+    def stops(*_: object) -> None:
+        raise StopIteration("boom")
+
+    with pytest.raises(RuntimeError, match=r"a callback raised StopIteration\(boom\)"):
+        Ending(SimpleNamespace(learned=1)).turn(last, stops, SimpleNamespace(callbacks=[last]))
+
+
 class Stops(L.Callback):
     """Ends the run as Lightning's own callbacks do."""
 

@@ -116,8 +116,7 @@ class Queries(Function):
 
 
 class Norm(Function):
-    """weight x scale, where scale = 1 / sqrt(mean(x^2) + eps), and the scale, [T, 1], which is a number to the gradient of
-    what reads it."""
+    """weight x scale, where scale = 1 / sqrt(mean(x^2) + eps), and the scale, [T, 1], through which nothing learns."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

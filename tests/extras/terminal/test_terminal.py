@@ -215,6 +215,16 @@ def test_the_lines_that_change_in_place_fit_into_80_columns():
     assert terminal.in_place("40/80").plain == f"40/80\nheld out  {'█' * 40}  100.0 %"  # the first one is left out
 
 
+def test_the_time_left_is_that_of_the_rollouts_to_come(capsys, monkeypatch):
+    """Two of five rollouts took 20 seconds."""
+    terminal = Terminal("run", 5, every=1)
+    monkeypatch.setattr("grpo.extras.terminal.callback.time.perf_counter", lambda: 120.0)
+    terminal.begun, terminal.learned = 100.0, [ROLLOUT]
+    batch = SimpleNamespace(rollout=1, metrics=ROLLOUT, evaluations=[])
+    terminal.on_train_batch_end(None, None, None, batch, 1)
+    assert re.search(r"rollout 2/5  .* 0:00:30 left", capsys.readouterr().out)
+
+
 def test_paths_and_commands_are_never_broken(capsys, tmp_path):
     folder = tmp_path / f"a [bold] {'long ' * 20}path"
     folder.mkdir()
