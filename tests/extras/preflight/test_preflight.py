@@ -10,7 +10,9 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -921,16 +923,28 @@ def test_a_check_that_is_left_out_is_told_everywhere(smoke, tmp_path, capsys):
     assert "WAIVED: by preflight.skip" in (tmp_path / "report.html").read_text()
 
 
+class Drawing(L.Callback):
+    """Draws before each update."""
+
+    drawn: ClassVar[list[tuple[float, ...]]] = []
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_run_is_the_same_with_and_without(smoke, tmp_path, adapter):
+def test_a_run_is_the_same_with_and_without(smoke, tmp_path, monkeypatch, adapter):
+    """One check more draws from the generators that others leave alone."""
+    monkeypatch.setattr(Drawing, "drawn", [])
+    monkeypatch.setitem(CHECKS, "draws", lambda _: ("PASS", f"{random.random()} {np.random.rand()} {torch.rand(1)}"))
+    more = f"adapter={adapter} algo/kl=loss +callbacks.drawing._target_=test_preflight.Drawing".split()
     for mode in ("off", "warn"):
-        train(
-            compose_config(
-                *smoke(f"adapter={adapter}", f"preflight={mode}", f"output_dir={tmp_path / mode}", "algo/kl=loss")
-            )
-        )
+        train(compose_config(*smoke(*more, f"preflight={mode}", f"output_dir={tmp_path / mode}")))
     assert rows(tmp_path / "off") == rows(tmp_path / "warn")
+    without, with_checks = Drawing.drawn[: len(Drawing.drawn) // 2], Drawing.drawn[len(Drawing.drawn) // 2 :]
+    assert without == with_checks and len(without) == len(rows(tmp_path / "off")) - 1
+    assert Run(tmp_path / "warn").manifest["preflight"]["draws"]["result"] == "PASS"
 
 
 @pytest.mark.slow
