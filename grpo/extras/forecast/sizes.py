@@ -264,7 +264,8 @@ class Sizes:
             states = known(states_carried, passes.policy)
         cache = known(in_the_cache, policy.config, dtype, plan, prompt_tokens, engine.max_cache_tokens, states)
         whole = bytes_of(passes.policy.parameters()) if sharded else 0
-        rest = {"cache": cache, "sampling": sampling, "whole policy": whole, "packed matrices": packed(policy)}
+        rest = {"cache": cache, "sampling": sampling, "whole policy": whole}
+        rest["packed matrices"] = packed(policy) if device == "cpu" else 0
         parts.append(Part("engine's copy", learns if getattr(engine, "apart", False) else 0, lora))
         return [*parts, *(Part(name, size, FEWER_ROWS, "rollout") for name, size in rest.items())]
 

@@ -535,3 +535,4 @@ def test_a_large_llama_on_a_cpu_is_sampled_from_copies_of_its_matrices(monkeypat
     assert packed(model_of("qwen3")) == 0
     run = Run(folders["llama_tied"], *SIZES["small"][0])
     assert run.forecast(30)["packed matrices"] == packed(run.pretrained.model()) > 4 * 2 * 128 * 384
+    assert run.forecast(30, device="cuda")["packed matrices"] == 0
