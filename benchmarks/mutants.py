@@ -2,9 +2,9 @@
 
     python benchmarks/mutants.py [--slow] [--map=FOLDER] [--part=1/2] [WORD ...]
 
---slow: also on slow tests. WORD: only faults whose place or fault has one of these words. The tests are imported and collected
-once. Each fault is planted in the memory of a fork, where the functions that it changes get their new code: it costs the tests
-that it takes to find it, and no file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives
+--slow: on slow tests, too, after the quick ones. WORD: only faults whose place or fault has one of these words. The tests are
+imported and collected once. Each fault is planted in the memory of a fork, where the functions that it changes get their new
+code: it costs the tests that it takes to find it, and no file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives
 that is not called equivalent.
 
 With a folder that `benchmarks/finds.py record` has filled, the tests of a fault are those that run its lines, cheapest first, and
@@ -183,7 +183,8 @@ class Trial:
         for one in self.chosen:
             near = self.seen.near(one, sound) if self.seen else list(filter(one.near, sound))
             if not self.seen:
-                near.sort(key=lambda item: -finders[item.nodeid])  # what has found a fault may find the next one soon
+                # what has found a fault may find the next one soon
+                near.sort(key=lambda item: (item.get_closest_marker("slow") is not None, -finders[item.nodeid]))
             planted = near and any(self.live[place(old)] for old, _ in one.codes())
             found, more = self.fork(near, one) if planted else ([], 0.0)
             found = [test for test in found if not self.seen or self.passes(test, near)]
