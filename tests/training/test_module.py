@@ -63,8 +63,8 @@ def test_logprobs_are_those_of_a_lone_unpadded_forward(toy_model):
 
 
 def test_the_second_pass_compares_each_row_with_what_it_was_in_the_first(toy, monkeypatch):
-    """At a rate of 0 the policy stays, so no ratio differs from 1, in microbatches of one row too. What each of them has freed
-    goes back to the system, if it is much."""
+    """At a rate of 0 the policy stays, so no ratio differs from 1, in microbatches of one row too. The memory
+    of each goes back to the system, if it is much."""
     freed = []
     monkeypatch.setattr(training.memory, "give_back", freed.append)
     _, metrics = trained(fresh(toy), max_tokens_per_microbatch=1, num_epochs=2, lr=0.0)
