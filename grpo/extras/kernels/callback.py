@@ -10,13 +10,14 @@ import torch
 from grpo.extras.kernels.fallback import WithoutKernels
 from grpo.extras.kernels.flex import FLEX, FlexKernel
 from grpo.extras.kernels.liger import LIGER, is_installed, takes_liger, use_liger
-from grpo.extras.kernels.on_cpu import use_own
+from grpo.extras.kernels.on_cpu import use_own, use_products
 from grpo.models import packing, token_scores
 from grpo.models.compiled import first_said
 from grpo.models.pretrained import Kernels
 from grpo.system.output.console import to_logs
 
 log = logging.getLogger(__name__)
+ONEDNNS = " with oneDNN's products"
 
 
 class KernelsCallback(L.Callback):
@@ -51,6 +52,7 @@ class KernelsCallback(L.Callback):
         with begins, trainer.precision_plugin.forward_context():
             layers = use_liger(module.policy, self.wanted)
             own = module.optim.layout != "padded" and use_own(module.policy, self.wanted)
+            products = not own and use_products(module.policy, self.wanted)
             layout, attention = module.layout
             of_parts = {name: getattr(part, "layout", None) for name, part in module.parts.items()}
             self.found |= {name: ", ".join(map(_name, layout)) for name, layout in of_parts.items() if layout}
@@ -58,7 +60,11 @@ class KernelsCallback(L.Callback):
             "layout": layout,
             "attention": _name(attention),
             "head": "compiled" if on_gpu and not token_scores.forward.failed else "torch",
-            "layers": f"liger ({', '.join(layers)})" if layers else "own" if own else "transformers",
+            "layers": f"liger ({', '.join(layers)})"
+            if layers
+            else "own"
+            if own
+            else "transformers" + ONEDNNS * products,
         }
         of_attention = [attention, *(pair[1] for pair in of_parts.values() if pair)]
         self.used = tuple(kernel for kernel, used in ((FLEX, FLEX in of_attention), (LIGER, layers)) if used)

@@ -83,8 +83,9 @@ class Projection(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, of_out: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return projected(of_out, weight.T), projected(of_out.T, x.T).to(weight.dtype)
+        (x, weight), (wants_x, wants_weight) = ctx.saved_tensors, ctx.needs_input_grad
+        of_x = projected(of_out, weight.T) if wants_x else None
+        return of_x, projected(of_out.T, x.T).to(weight.dtype) if wants_weight else None
 
 
 class Queries(Function):
@@ -220,7 +221,44 @@ class OwnAttention(LlamaAttention):
         return Projection.apply(out[0].flatten(1), self.o_proj.weight)[None], shares
 
 
+class OwnLinear(nn.Linear):
+    """A layer of any model in float32, whose product oneDNN makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or self.weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return super().forward(x)
+        out = Projection.apply(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
 OWN = {LlamaRMSNorm: OwnNorm, LlamaMLP: OwnMLP, LlamaAttention: OwnAttention}
+
+
+def use_products(model: nn.Module, wanted: Kernels) -> bool:
+    """Let oneDNN make the products of a large model in float32 on a CPU, but for its head, which `head.linear` computes. Returns
+    whether it does."""
+    size = sum(p.numel() for p in model.parameters())
+    if wanted == "none" or not ONEDNN or size <= SMALL or torch.is_autocast_enabled("cpu"):
+        return False
+    head = model.get_output_embeddings()
+    changed = [m for m in model.modules() if type(m) is nn.Linear and m is not head and is_large(m)]
+    for layer in {tuple(m.weight.shape): m for m in changed}.values():
+        x = torch.linspace(-1, 1, 5 * layer.in_features).view(5, -1).cos()
+        with torch.no_grad():
+            exact, found = F.linear(x, layer.weight), projected(x, layer.weight)
+        if not (exact - found).abs().max() <= 1e-4 * exact.abs().max():
+            log.warning("model.kernels: oneDNN's products differ, so %s keeps torch's", type(model).__name__)
+            return False
+    for layer in changed:
+        layer.__class__ = OwnLinear
+    return bool(changed)
+
+
+def is_large(layer: nn.Linear) -> bool:
+    """Return whether this is a plain layer with a large matrix in float32, which is whole and in this machine's memory."""
+    weight = layer.weight
+    plain = "forward" not in vars(layer) and not hasattr(weight, "full_tensor") and weight.device.type == "cpu"
+    return plain and weight.dtype == torch.float32 and weight.numel() >= CACHED
 
 
 def use_own(model: nn.Module, wanted: Kernels) -> bool:

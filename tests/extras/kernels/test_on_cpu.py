@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.models import model_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo.engines.builtin.llama import is_plain_llama
 from grpo.extras.kernels import on_cpu
-from grpo.extras.kernels.on_cpu import GatedMLP, Norm, Projection, Queries, use_own
+from grpo.extras.kernels.on_cpu import GatedMLP, Norm, OwnLinear, Projection, Queries, use_own, use_products
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import few_tokens
 
@@ -81,7 +82,7 @@ def passed(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logprobs, _ = completion_logprobs(model, few_tokens(model), 1.0, layout="shared_prompt")
     model.zero_grad()
     logprobs.sum().backward()
-    return logprobs.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return logprobs.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_a_model_has_the_same_gradients(monkeypatch):
@@ -160,6 +161,29 @@ def test_an_adapter_of_any_matrix_keeps_the_layers_and_learns(name, monkeypatch)
     logprobs.sum().backward()
     learned = {name: p.grad.abs().max() for name, p in policy.named_parameters() if "lora_B" in name}
     assert len(learned) == 3 and min(learned.values()) > 0
+
+
+@pytest.mark.parametrize(("family", "products"), [("qwen2", 14 * 3), ("gemma3", 14 * 3), ("llama", 14 + 14 - 3)])
+def test_products_of_another_family_are_onednns(family, products, monkeypatch):
+    """Two layers have 14 matrices, with a bias or without. Below an adapter they are frozen: no product is for their own
+    gradient, nor for that of the embedded tokens, which three of them read. The adapter's matrices are small."""
+    model, exact = (model_of(family, lora=family == "llama") for _ in range(2))
+    monkeypatch.setattr(on_cpu, "CACHED", 4096)
+    assert not use_products(model, "auto")  # a small one
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    assert not use_products(model, "none") and use_products(model, "auto")
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert sum(type(module) is OwnLinear for module in model.modules()) == 14
+    calls, projected = [], on_cpu.projected
+    monkeypatch.setattr(on_cpu, "projected", lambda x, weight: (calls.append(1), projected(x, weight))[1])
+    (logprobs, gradients), (wanted, of_exact) = passed(model), passed(exact)
+    assert (logprobs - wanted).abs().max() < 1e-5 and gradients.keys() == of_exact.keys() and len(calls) == products
+    for name, gradient in of_exact.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-5 * max(gradient.abs().max(), 1e-3), name
+    for other in (model_of(family).to(torch.bfloat16), model):  # nothing is done twice
+        assert not use_products(other, "auto")
+    monkeypatch.setattr(on_cpu, "projected", lambda x, weight: 1.001 * projected(x, weight))
+    assert not use_products(model_of(family), "auto")
 
 
 def test_what_differs_keeps_its_layers(monkeypatch, caplog):
