@@ -23,6 +23,8 @@ LEFT_OUT = {  # what is not run here, by its words
     r"[+]model.path.worked_answers": "a model that is trained first, for minutes",
     r"warm_start=": "a model that is trained first, for minutes",
     r"task=(mixture|musique|code|verl|open_instruct)|eval.sets.math|experiment=(quiz|tldr_length$)|parquet": "rows of the hub",
+    r"vl3b|vl7b|model.vision=frozen": "models that see, which tests/extras/images/test_seeing_runs.py makes small",
+    r"mcp:python my_server.py": "a server of the page, which tests/extras/tools/test_mcp_tools.py starts others",
     r"my_env.py": "an environment in TRL's form, which tests/tasks/test_jsonl.py plays",
     r"^task=jsonl algo=trl_default": "arguments that the page leaves open",
     r"mine/(axes|likely).py": "the files of a page, which tests/objectives/test_objectives.py and tests/apps/test_ideas.py name",
@@ -30,7 +32,10 @@ LEFT_OUT = {  # what is not run here, by its words
 OTHER = [  # words of a command, and what takes their place
     (r"^model=(qwen|llama).*", "model=path model.path={toy} max_tokens=8"),
     (r"^model.path=FOLDER$", "model.path={toy} max_tokens=8"),
-    (r"^(experiment=qwen.*)", r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu"),
+    (
+        r"^(experiment=(?:qwen|t4).*)",
+        r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu",
+    ),
     (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
     (r"^teacher.model.path=FOLDER$", f"teacher.model.path={ROOT}/grpo/extras/demo/demo_models/wordmath"),
     (r"^task.path=FOLDER$", "task.path={rows}"),
