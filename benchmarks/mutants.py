@@ -4,8 +4,8 @@
 
 --slow: on slow tests, too, after the quick ones. WORD: only faults whose place or fault has one of these words. The tests are
 imported and collected once. Each fault is planted in the memory of a fork, where the functions that it changes get their new
-code: it costs the tests that it takes to find it, and no file changes. Prints the test that fails, or `SURVIVED`; the exit code is 1 if a fault survives
-that is not called equivalent.
+code: it costs the tests that it takes to find it, and no file changes. Prints the test that fails, or `SURVIVED`; the exit code
+is 1 if a fault survives that is not called equivalent.
 
 With a folder that `benchmarks/finds.py record` has filled, the tests of a fault are those that run its lines, cheapest first, and
 go on after the first that fails while they are cheap: what each of them finds is added to the folder.
