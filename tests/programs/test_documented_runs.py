@@ -37,7 +37,10 @@ OTHER = [  # words of a command, and what takes their place
         r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu",
     ),
     (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
-    (r"^teacher.model.path=FOLDER$", f"teacher.model.path={ROOT}/grpo/extras/demo/demo_models/wordmath"),
+    (
+        r"^teacher.model.path=(FOLDER|RUN/checkpoints/best)$",
+        f"teacher.model.path={ROOT}/grpo/extras/demo/demo_models/wordmath",
+    ),
     (r"^task.path=FOLDER$", "task.path={rows}"),
     (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),
     (r"^task.path=\w+.jsonl$", "task.path={rows}/rows.jsonl"),
@@ -95,7 +98,14 @@ def row(i: int, file: str) -> dict[str, str]:
     """Return a row with the columns of several datasets."""
     asked, right = f"Sam has {i} coins. Sam finds 3 coins. How many coins does Sam have?", str(i + 3)
     answer = right if file == "rows.jsonl" else f"#### {right}"
-    return {"prompt": asked, "question": asked, "problem": asked, "answer": answer, "solution": f"\\boxed{{{right}}}"}
+    return {
+        "prompt": asked,
+        "question": asked,
+        "problem": asked,
+        "answer": answer,
+        "solution": f"\\boxed{{{right}}}",
+        "worked": answer,
+    }
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from grpo.training.module import GRPOModule
 from grpo.training.optimization import learned_by
 
 SLICE = 1 << 16
+NOTHING = 1e-6  # a norm that is rounding of nothing, as where the teacher is the policy: advantages of the check are 1 and more
 SCALE = 1024.0  # of a loss in float16: below the run's, so that no gradient of the few rows is infinite
 
 
@@ -118,7 +119,7 @@ def gradient(probe: Probe) -> Checked:
         module.__dict__["layout"] = chosen
     first = gradients["1 microbatch"]
     norm = float(first.norm())
-    if not norm:
+    if norm <= NOTHING:
         return Checked("SKIP", "the objective has no gradient on these rows")
     apart = {name: float((other - first).norm()) / norm for name, other in gradients.items()}
     bound = gradient_bound(probe)

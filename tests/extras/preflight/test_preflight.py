@@ -721,6 +721,15 @@ def test_a_device_that_adds_nothing_to_the_gradient(probe, monkeypatch):
     assert found.result == "FAIL" and found.compared.startswith("the sum over 2 devices and the whole")
 
 
+def test_rounding_is_no_gradient(probe, monkeypatch):
+    """A teacher that is the policy has a divergence of 0, and its gradients of 1e-8 differ by halves of themselves."""
+    loss = type(probe.module.algorithm).loss
+    rounded = lambda self, logprobs, *more: (1e-9 * loss(self, logprobs, *more)[0] / len(logprobs), {})  # noqa: E731
+    monkeypatch.setattr(type(probe.module.algorithm), "loss", rounded)
+    found = preflight.outcome(CHECKS["the gradient ignores microbatches"], probe)
+    assert (found.result, found.compared) == ("SKIP", "the objective has no gradient on these rows")
+
+
 def test_equal_rows_have_a_gradient_to_compare(probe):
     """A policy that is almost certain gives equal answers; their gradients must not cancel."""
     probe.few = probe.tokens.rows(torch.zeros(6, dtype=torch.long))
