@@ -38,10 +38,7 @@ OTHER = [  # words of a command, and what takes their place
         r"\1 model.path={toy} task.path={rows} max_tokens=8 model.dtype=float32 trainer=cpu",
     ),
     (r"^task=gsm8k$", r"task=gsm8k task.path={rows}"),
-    (
-        r"^teacher.model.path=(FOLDER|RUN/checkpoints/best)$",
-        f"teacher.model.path={ROOT}/grpo/extras/demo/demo_models/wordmath",
-    ),
+    (r"^teacher.model.path=(FOLDER|RUN/checkpoints/best)$", f"teacher.model.path={TEACHER}"),
     (r"^task.path=FOLDER$", "task.path={rows}"),
     (r"^task.sources.gsm8k.task.path=FOLDER$", "task.sources.gsm8k.task.path={rows}"),
     (r"^task.path=\w+.jsonl$", "task.path={rows}/rows.jsonl"),

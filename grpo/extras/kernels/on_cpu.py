@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from grpo.engines.builtin.llama import SMALL
+from grpo.engines.builtin.llama import SMALL, is_plain_llama
 from grpo.extras.kernels.agreement import embedding_gradient, not_parallel
 from grpo.models.head import ONEDNN, is_one_matrix
 from grpo.models.packing import disagreement
@@ -235,10 +235,10 @@ OWN = {LlamaRMSNorm: OwnNorm, LlamaMLP: OwnMLP, LlamaAttention: OwnAttention}
 
 
 def use_products(model: nn.Module, wanted: Kernels) -> bool:
-    """Let oneDNN make the products of a large model in float32 on a CPU, but for its head, which `head.linear` computes. Returns
-    whether it does."""
+    """Let oneDNN make the products of a large model in float32 on a CPU, but for its head, which `head.linear` computes, and a
+    plain Llama, whose matrices the engine packs. Returns whether it does."""
     size = sum(p.numel() for p in model.parameters())
-    if wanted == "none" or not ONEDNN or size <= SMALL or torch.is_autocast_enabled("cpu"):
+    if wanted == "none" or not ONEDNN or size <= SMALL or torch.is_autocast_enabled("cpu") or is_plain_llama(model):
         return False
     head = model.get_output_embeddings()
     changed = [m for m in model.modules() if type(m) is nn.Linear and m is not head and is_large(m)]
