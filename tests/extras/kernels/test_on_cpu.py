@@ -1,16 +1,25 @@
 """Layers of a Llama on a CPU with gradients by hand: what autograd gives of the plain formulas, and of transformers' layers."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.learning import make_module
 from helpers.models import model_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpo.engines.builtin.llama import is_plain_llama
+from grpo.engines.builtin.engine import TransformersEngine
+from grpo.engines.builtin.kv_cache import KVCache
+from grpo.engines.builtin.llama import LlamaCache, is_plain_llama
+from grpo.engines.protocol import Sampling
 from grpo.extras.kernels import on_cpu
+from grpo.extras.kernels.callback import KernelsCallback
 from grpo.extras.kernels.on_cpu import GatedMLP, Norm, OwnLinear, Projection, Queries, use_own, use_products
+from grpo.models import packing
 from grpo.models.logprobs import completion_logprobs
 from grpo.models.packing import few_tokens
 
@@ -185,6 +194,32 @@ def test_products_of_another_family_are_onednns(family, products, monkeypatch):
         assert not use_products(other, "auto")
     monkeypatch.setattr(on_cpu, "projected", lambda x, weight: 1.001 * projected(x, weight))
     assert not use_products(model_of(family), "auto")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "layers", "cache"),
+    [
+        ("qwen2", "padded", "transformers with oneDNN's products", KVCache),
+        ("llama", "shared_prompt", "own", LlamaCache),
+        ("llama", "padded", "transformers", LlamaCache),
+    ],
+)
+def test_a_run_samples_with_what_its_update_has(family, layout, layers, cache, monkeypatch):
+    monkeypatch.setattr(packing, "ON_GPU", [])  # the callback puts its kernel there
+    monkeypatch.setattr(on_cpu, "SMALL", 0)
+    monkeypatch.setattr(on_cpu, "CACHED", 4096)
+    module, callback = make_module(model_of(family), layout=layout), KernelsCallback("auto")
+    precision = SimpleNamespace(forward_context=nullcontext)
+    callback.on_train_start(SimpleNamespace(precision_plugin=precision), module)
+    assert callback.facts()["kernels"]["layers"] == layers
+    calls, projected = [], on_cpu.projected
+    monkeypatch.setattr(on_cpu, "projected", lambda x, weight: (calls.append(1), projected(x, weight))[1])
+    engine = TransformersEngine()
+    engine.load_weights(module.policy, 0)
+    engine.choose()
+    calls.clear()
+    engine.sample([(5, 6, 7)], Sampling(3), [0])
+    assert engine.cache is cache and bool(calls) == (family == "qwen2")
 
 
 def test_what_differs_keeps_its_layers(monkeypatch, caplog):
